@@ -1,0 +1,405 @@
+package crdbdrain
+
+import (
+	"context"
+	"database/sql/driver"
+	"errors"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/stdlib"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/metric"
+)
+
+// Option changes what a DSN cannot say. Pass it to [NewConnector].
+type Option func(*Connector)
+
+// WithLogger makes the driver log to l: one line when something changes (a drain is noticed, a drain is over, a source
+// changes its state), none while nothing does. It is silent by default.
+func WithLogger(l *slog.Logger) Option {
+	return func(c *Connector) {
+		if l != nil {
+			c.log = l
+		}
+	}
+}
+
+// WithMeterProvider makes the driver report its metrics to p instead of OpenTelemetry's global provider.
+func WithMeterProvider(p metric.MeterProvider) Option {
+	return func(c *Connector) {
+		if p != nil {
+			c.provider = p
+		}
+	}
+}
+
+// WithNodeMetric adds the gauge crdbdrain.connection.node: connections per node ID, for the nodes held now. It is off by
+// default because its series come and go with the nodes of the cluster.
+func WithNodeMetric() Option {
+	return func(c *Connector) { c.nodeMetric = true }
+}
+
+// WithStdlibOptions passes pgx's own options on to its connector: OptionBeforeConnect, OptionAfterConnect,
+// OptionResetSession and OptionShouldPing work as they do with pgx. An OptionShouldPing replaces the driver's bounded
+// ping of connections that were idle for more than a second.
+func WithStdlibOptions(opts ...stdlib.OptionOpenDB) Option {
+	return func(c *Connector) { c.stdOpts = append(c.stdOpts, opts...) }
+}
+
+// Connector opens connections that leave a draining node. It is safe for concurrent use. Use it with [sql.OpenDB], which
+// closes it when the DB is closed.
+type Connector struct {
+	cfg        *config
+	log        *slog.Logger
+	provider   metric.MeterProvider
+	nodeMetric bool
+	stdOpts    []stdlib.OptionOpenDB
+
+	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
+	tally    tally
+	closing  sync.WaitGroup // connections being closed in the background
+
+	mu     sync.Mutex
+	closed bool // guarded by mu
+}
+
+var (
+	_ driver.Connector = (*Connector)(nil)
+	_ io.Closer        = (*Connector)(nil)
+)
+
+// NewConnector returns a connector for a config that [pgx.ParseConfig] made, for those who need what a DSN cannot say:
+// pgx's hooks, a tracer, a dialer. The config is cloned. Its OnPgError, AfterNetConnect, DialFunc and LookupFunc are
+// called from the driver's own; the rest is used as it is. Parameters named crdbdrain_* in its RuntimeParams are the
+// driver's, as in a DSN. Nothing is dialled and nothing is started. An error names the parameter and the accepted form,
+// and contains no secret.
+func NewConnector(cc *pgx.ConnConfig, opts ...Option) (*Connector, error) {
+	cfg, err := newConfig(cc)
+	if err != nil {
+		return nil, err
+	}
+	return newConnector(cfg, opts...), nil
+}
+
+func newConnector(cfg *config, opts ...Option) *Connector {
+	c := &Connector{cfg: cfg, log: slog.New(slog.DiscardHandler), provider: otel.GetMeterProvider()}
+	for _, o := range opts {
+		o(c)
+	}
+	if cfg.mode != modeOff {
+		hook(cfg.pgx)
+	}
+	return c
+}
+
+// attempt is one dial: pgx calls the hooks below with a context that carries it.
+type attempt struct {
+	start   time.Time
+	lookups map[string][]string // addresses by host name, as pgx resolved them
+	addr    string              // dialled last
+	refused []string            // addresses that refused because their node drains
+	link    *link               // made last
+}
+
+type attemptKey struct{}
+
+func attemptOf(ctx context.Context) *attempt {
+	a, _ := ctx.Value(attemptKey{}).(*attempt)
+	return a
+}
+
+// hook chains the driver's own hooks to those of a config, which is the driver's clone.
+func hook(cc *pgx.ConnConfig) {
+	lookup, dial, after, onError := cc.LookupFunc, cc.DialFunc, cc.AfterNetConnect, cc.OnPgError
+	cc.LookupFunc = func(ctx context.Context, host string) ([]string, error) {
+		addrs, err := lookup(ctx, host)
+		if a := attemptOf(ctx); a != nil && err == nil {
+			if a.lookups == nil {
+				a.lookups = make(map[string][]string)
+			}
+			a.lookups[host] = addrs
+		}
+		return addrs, err
+	}
+	cc.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		if a := attemptOf(ctx); a != nil {
+			a.addr = addr
+		}
+		return dial(ctx, network, addr)
+	}
+	cc.AfterNetConnect = func(ctx context.Context, pc *pgconn.Config, nc net.Conn) (net.Conn, error) {
+		if after != nil {
+			var err error
+			if nc, err = after(ctx, pc, nc); err != nil {
+				return nc, err
+			}
+		}
+		l := &link{Conn: nc, attempt: attemptOf(ctx), peeker: newPeeker(nc)}
+		if l.attempt != nil {
+			l.attempt.link = l
+		}
+		return l, nil
+	}
+	cc.OnPgError = func(pc *pgconn.PgConn, e *pgconn.PgError) bool {
+		keep := onError == nil || onError(pc, e)
+		if !isGoodbye(e.Code, e.Message) {
+			return keep
+		}
+		// The notice has severity ERROR, on which pgx would wait for a ReadyForQuery that never comes, and report
+		// "unexpected EOF" in its place.
+		if l, ok := pc.Conn().(*link); ok && e.Message == noticeNotAcceptingClients && l.attempt != nil {
+			l.attempt.refused = append(l.attempt.refused, l.attempt.addr)
+		}
+		return false
+	}
+}
+
+const (
+	// maxSteer is how often a connection that lands on a marked node is dialled again before it is kept: while a node is
+	// "unready" (server.shutdown.initial_wait) it still accepts, and a load balancer may not have noticed yet.
+	maxSteer = 3
+	// maxRefused is how often a dial that a draining node refused is tried again, and the waits between the tries:
+	// 50 ms, doubled each time, each shortened by up to half at random: 0.8 to 1.6 s in all.
+	maxRefused   = 5
+	firstRefusal = 50 * time.Millisecond
+)
+
+// Connect opens a connection. A connection that lands on a marked node is closed and dialled again, at most three times,
+// and then kept. A dial that a draining node refuses (57P01) is tried again, at most five times, within ctx. Any other
+// failure is pgx's own error after pgx's own dials; it is never [driver.ErrBadConn].
+func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
+	if c.cfg.mode == modeOff {
+		return stdlib.GetConnector(*c.cfg.pgx, c.stdOpts...).Connect(ctx)
+	}
+	dc, err := c.dial(ctx)
+	for try := 0; err != nil && isRefusal(err) && try < maxRefused; try++ {
+		wait := firstRefusal << try
+		if !sleep(ctx, wait-rand.N(wait/2)) {
+			return nil, err
+		}
+		dc, err = c.dial(ctx)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if dc.w == nil {
+		return dc, nil
+	}
+	for range maxSteer {
+		if !dc.w.shouldSteer(dc) {
+			return dc, nil
+		}
+		other, err := c.dial(ctx)
+		if err != nil {
+			return dc, nil //nolint:nilerr // a connection to a marked node is better than none
+		}
+		c.countSteered()
+		dc.discard()
+		if dc = other; dc.w == nil {
+			return dc, nil
+		}
+	}
+	dc.w.keptMarked(dc)
+	return dc, nil
+}
+
+// sleep waits for d, and reports false if ctx ends first or would.
+func sleep(ctx context.Context, d time.Duration) bool {
+	if deadline, ok := ctx.Deadline(); ok && time.Until(deadline) <= d {
+		return false
+	}
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// dial opens one connection through pgx, stamps it and enters it with the watchdog.
+func (c *Connector) dial(ctx context.Context) (*conn, error) {
+	a := &attempt{start: time.Now()}
+	w := c.watchdog.Load()
+	cc := *c.cfg.pgx
+	var marked map[string]bool
+	if w != nil {
+		marked = w.markedHosts()
+	}
+	orderHosts(&cc.Config, c.cfg.hostOrder, marked)
+	dc := &conn{connector: c, opened: a.start}
+	opts := append([]stdlib.OptionOpenDB{stdlib.OptionShouldPing(dc.shouldPing)}, c.stdOpts...)
+	std, err := stdlib.GetConnector(cc, opts...).Connect(context.WithValue(ctx, attemptKey{}, a))
+	if w != nil && len(a.refused) > 0 {
+		w.heardRefusals(a)
+	}
+	if len(a.refused) > 0 || err != nil {
+		c.countRefused(a, err)
+	}
+	if err != nil {
+		if a.link != nil {
+			_ = a.link.Conn.Close() // pgx leaves the socket open when an OptionAfterConnect fails
+		}
+		return nil, err
+	}
+	dc.stdConn = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
+	dc.pg = dc.Conn().PgConn()
+	version := dc.pg.ParameterStatus("crdb_version")
+	l, ok := dc.pg.Conn().(*link)
+	if version == "" || !ok {
+		return dc, nil // PostgreSQL, or a pooler that hides CockroachDB
+	}
+	if w = c.attach(); w == nil {
+		return dc, nil // closed meanwhile
+	}
+	dc.link, dc.w = l, w
+	dc.id = nodeFromPID(dc.pg.PID())
+	if w.rule.Load() == ruleAsk {
+		dc.id, dc.asked = askNodeID(ctx, dc.pg)
+		if dc.pg.IsClosed() {
+			return nil, errors.Join(ctx.Err(), errors.New("crdbdrain: the connection was lost while its node was asked for"))
+		}
+	}
+	w.add(dc, a)
+	l.conn.Store(dc)
+	return dc, nil
+}
+
+// askNodeID asks the server for its node ID, on a connection that nobody has yet. It is for clusters behind a proxy that
+// puts its own values into BackendKeyData.
+func askNodeID(ctx context.Context, pg *pgconn.PgConn) (nodeID, bool) {
+	ctx, cancel := context.WithTimeout(ctx, maxPing)
+	defer cancel()
+	results, err := pg.Exec(ctx, sqlShowNodeID).ReadAll()
+	if err != nil || len(results) != 1 || len(results[0].Rows) != 1 || len(results[0].Rows[0]) != 1 {
+		return 0, false
+	}
+	return parseNodeID(string(results[0].Rows[0][0]))
+}
+
+// orderHosts puts the hosts into the order in which pgx is to try them: at random (crdbdrain_host_order), those known to
+// be a marked node last. The variants of one host (sslmode=prefer has two) stay together and in order.
+func orderHosts(cc *pgconn.Config, order hostOrder, marked map[string]bool) {
+	if len(cc.Fallbacks) == 0 {
+		return
+	}
+	hosts := []*pgconn.FallbackConfig{{Host: cc.Host, Port: cc.Port, TLSConfig: cc.TLSConfig}}
+	hosts = append(hosts, cc.Fallbacks...)
+	var groups [][]*pgconn.FallbackConfig
+	for _, h := range hosts {
+		i := slices.IndexFunc(groups, func(g []*pgconn.FallbackConfig) bool { return g[0].Host == h.Host && g[0].Port == h.Port })
+		if i < 0 {
+			groups = append(groups, nil)
+			i = len(groups) - 1
+		}
+		groups[i] = append(groups[i], h)
+	}
+	if order == hostOrderRandom {
+		rand.Shuffle(len(groups), func(i, j int) { groups[i], groups[j] = groups[j], groups[i] })
+	}
+	slices.SortStableFunc(groups, func(a, b []*pgconn.FallbackConfig) int {
+		return boolInt(marked[hostKey(a[0].Host, a[0].Port)]) - boolInt(marked[hostKey(b[0].Host, b[0].Port)])
+	})
+	hosts = slices.Concat(groups...)
+	cc.Host, cc.Port, cc.TLSConfig = hosts[0].Host, hosts[0].Port, hosts[0].TLSConfig
+	cc.Fallbacks = hosts[1:]
+}
+
+func boolInt(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func hostKey(host string, port uint16) string {
+	return host + ":" + strconv.Itoa(int(port))
+}
+
+// hostsOf returns which hosts of the config the attempt resolved an address for, as hostKey.
+func (a *attempt) hostsOf(addr string) []string {
+	ip, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return []string{addr}
+	}
+	var hosts []string
+	for host, addrs := range a.lookups {
+		if slices.Contains(addrs, ip) || slices.Contains(addrs, addr) {
+			hosts = append(hosts, host+":"+port)
+		}
+	}
+	return hosts
+}
+
+// attach returns the watchdog of the connector's cluster, or nil once the connector is closed.
+func (c *Connector) attach() *watchdog {
+	if w := c.watchdog.Load(); w != nil {
+		return w
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil
+	}
+	if w := c.watchdog.Load(); w != nil {
+		return w
+	}
+	w := registry.join(c)
+	c.watchdog.Store(w)
+	return w
+}
+
+// closeLater closes a connection in the background: a Terminate, no CancelRequest, five seconds at most.
+func (c *Connector) closeLater(std *stdConn) {
+	c.mu.Lock()
+	closed := c.closed
+	if !closed {
+		c.closing.Add(1)
+	}
+	c.mu.Unlock()
+	if closed {
+		_ = std.Close()
+		return
+	}
+	go func() {
+		defer c.closing.Done()
+		_ = std.Close()
+	}()
+}
+
+// Close ends what the connector runs in the background: it leaves the cluster's watchdog, which stops with its last
+// connector, and waits, at most five seconds, for connections that are being closed. Connections in use go on working.
+// It can be called more than once. [sql.DB.Close] calls it.
+func (c *Connector) Close() error {
+	c.mu.Lock()
+	first := !c.closed
+	c.closed = true
+	c.mu.Unlock()
+	if w := c.watchdog.Load(); w != nil && first {
+		registry.leave(c, w)
+	}
+	c.closing.Wait()
+	return nil
+}
+
+// Driver returns the driver that is registered as "crdbdrain".
+func (c *Connector) Driver() driver.Driver { return theDriver }
+
+// redact is the text of an error for the log: pgx's connect errors name user and database, which are not secrets, and
+// never the password. Newlines would let a server forge lines.
+func redact(err error) string {
+	s := strings.Join(strings.Fields(err.Error()), " ")
+	return s[:min(len(s), 512)]
+}

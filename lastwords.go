@@ -1,0 +1,162 @@
+package crdbdrain
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"net"
+	"sync/atomic"
+	"syscall"
+)
+
+// link is the plaintext stream of one connection, above TLS (pgx's AfterNetConnect). It hears the server's last words:
+// which kinds of reply came since the last request, and whether the server said goodbye. That decides whether a
+// statement that met a shutdown was executed.
+//
+// The server fact it relies on (cockroachdb pkg/sql/conn_executor.go, DrainRequest; pkg/sql/pgwire/server.go): outside a
+// transaction, a drain ends the session in the order of its messages. What was executed has sent its output before the
+// 57P01, what stands behind it is never executed. So if nothing came before the 57P01, or only messages that Parse, Bind
+// and Describe answer, nothing of the request was executed.
+type link struct {
+	net.Conn
+
+	conn    atomic.Pointer[conn] // set once the connection is known to be CockroachDB's
+	attempt *attempt             // the dial that made it
+	peeker  *peeker              // nil where the socket cannot be looked at
+
+	replied atomic.Bool   // since the request began, a reply came that execution may have produced
+	wrote   atomic.Bool   // since the request began, the kernel took a byte of it
+	unsent  atomic.Bool   // a write failed before the kernel took a byte of the request
+	words   atomic.Uint32 // goodbye*
+
+	// The reader's place in the stream of messages. Touched only by whoever reads; pgx has one reader at a time.
+	head [5]byte
+	have int    // bytes of head read
+	left uint32 // bytes of the body to come
+	body []byte // the start of an ErrorResponse's body
+}
+
+const (
+	goodbyeNone    = iota
+	goodbyeClean   // the shutdown notice came, with nothing before it that execution could have produced
+	goodbyeReplied // the shutdown notice came after such a reply
+)
+
+// maxErrorBody is how much of an ErrorResponse is kept to recognise the notice. Severity, code and message come first.
+const maxErrorBody = 1024
+
+var _ net.Conn = (*link)(nil)
+
+// NetConn returns the connection under the link, as tls.Conn's method of this name does.
+func (l *link) NetConn() net.Conn { return l.Conn }
+
+// begin says that a request is about to be written. Replies to earlier ones no longer count.
+func (l *link) begin() {
+	l.replied.Store(false)
+	l.wrote.Store(false)
+}
+
+// Write lets a write that failed because the peer is gone pass for a success on CockroachDB, so that pgx goes on to read:
+// what the server said before it closed is still there (on Linux even after an RST), and where it is not, the read fails
+// with the peer's close.
+func (l *link) Write(p []byte) (int, error) {
+	n, err := l.Conn.Write(p)
+	if n > 0 {
+		l.wrote.Store(true)
+	}
+	if err != nil && l.conn.Load() != nil && peerGone(err) {
+		if !l.wrote.Load() {
+			l.unsent.Store(true)
+		}
+		return len(p), nil
+	}
+	return n, err
+}
+
+func peerGone(err error) bool {
+	return errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.ECONNABORTED)
+}
+
+func (l *link) Read(p []byte) (int, error) {
+	n, err := l.Conn.Read(p)
+	l.hear(p[:n])
+	return n, err
+}
+
+// hear follows the stream of backend messages: type byte, length (which counts itself), body.
+func (l *link) hear(p []byte) {
+	for len(p) > 0 {
+		if l.have < len(l.head) {
+			n := copy(l.head[l.have:], p)
+			l.have += n
+			p = p[n:]
+			if l.have < len(l.head) {
+				return
+			}
+			length := binary.BigEndian.Uint32(l.head[1:])
+			l.left = max(length, 4) - 4 // pgx refuses a shorter one
+			l.body = l.body[:0]
+		} else {
+			n := uint32(min(uint64(l.left), uint64(len(p)))) //nolint:gosec // min of a uint32
+			if l.head[0] == 'E' {
+				l.body = append(l.body, p[:min(int(n), maxErrorBody-len(l.body))]...)
+			}
+			l.left -= n
+			p = p[n:]
+		}
+		if l.left == 0 {
+			l.have = 0
+			l.message(l.head[0])
+		}
+	}
+}
+
+// message takes note of one whole message from the server.
+func (l *link) message(kind byte) {
+	switch kind {
+	case '1', '2', 't', 'T', 'n':
+		// ParseComplete, BindComplete, ParameterDescription, RowDescription, NoData: nothing has been executed yet.
+	case 'Z':
+		// ReadyForQuery: the request is over, and what it did has been told.
+		l.replied.Store(false)
+		l.wrote.Store(false)
+	case 'E':
+		if isGoodbye(errorFields(l.body)) {
+			l.goodbye()
+			return
+		}
+		l.replied.Store(true)
+	default:
+		l.replied.Store(true)
+	}
+}
+
+// goodbye takes note of the server's shutdown notice, and marks the node.
+func (l *link) goodbye() {
+	said := uint32(goodbyeClean)
+	if l.replied.Load() {
+		said = goodbyeReplied
+	}
+	if !l.words.CompareAndSwap(goodbyeNone, said) {
+		return
+	}
+	if c := l.conn.Load(); c != nil {
+		c.w.heardGoodbye(c)
+	}
+}
+
+// errorFields returns the SQLSTATE and the message of an ErrorResponse's body.
+func errorFields(body []byte) (code, message string) {
+	for len(body) > 1 {
+		field := body[0]
+		value, rest, _ := bytes.Cut(body[1:], []byte{0})
+		switch field {
+		case 'C':
+			code = string(value)
+		case 'M':
+			message = string(value)
+		}
+		body = rest
+	}
+	return code, message
+}

@@ -1,0 +1,80 @@
+package crdbdrain
+
+import (
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+)
+
+// pace is the token bucket of culls, one for a cluster and process: it spreads them, so that the replacements do not
+// stampede. Its burst is one: a long calm saves nothing up. No caller ever waits for a token.
+type pace struct {
+	mu      sync.Mutex
+	limiter *rate.Limiter // guarded by mu; its own lock does not cover changing the limit and taking a token together
+}
+
+// token is one that was taken, to be given back if it turns out not to be needed. The zero token is none.
+type token struct{ *rate.Reservation }
+
+func (k token) giveBack(now time.Time) {
+	if k.Reservation != nil {
+		k.CancelAt(now)
+	}
+}
+
+// take takes a token if there is one at now. gap is the time between two tokens; 0 is no pacing.
+func (p *pace) take(now time.Time, gap time.Duration) (token, bool) {
+	if gap <= 0 {
+		return token{}, true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.limiter == nil {
+		p.limiter = rate.NewLimiter(rate.Every(gap), 1)
+	}
+	if l := rate.Every(gap); l != p.limiter.Limit() {
+		p.limiter.SetLimitAt(now, l)
+	}
+	k := token{p.limiter.ReserveN(now, 1)}
+	if k.DelayFrom(now) > 0 {
+		k.giveBack(now)
+		return token{}, false
+	}
+	return k, true
+}
+
+// windowShare is the part of the window in which the connections are to leave. The rest is for what delays them: the
+// poll that notices the drain, a statement that is still running, the server noticing that the last one has gone.
+const windowShare = 0.6
+
+// defaultWindow is what crdbdrain_window=auto stands for where the server's settings are not known.
+const defaultWindow = 10 * time.Second
+
+// leaving is a marked node's need: connections that have to leave, and the time they have.
+type leaving struct {
+	conns int
+	left  time.Duration
+}
+
+// timeLeft returns how much of the time in which connections should leave is left at now. Once it is used up, the rest
+// leaves at a tenth of the window: late, but still not at once.
+func timeLeft(now, noticed time.Time, window time.Duration) time.Duration {
+	target := noticed.Add(time.Duration(float64(window) * windowShare))
+	return max(target.Sub(now), window/10)
+}
+
+// gap returns the time between two culls: the stagger, or less where the connections would otherwise not all have left
+// their nodes in the time that is left. A stagger of 0 is no pacing.
+func gap(stagger time.Duration, nodes []leaving) time.Duration {
+	perSecond := 0.0
+	for _, n := range nodes {
+		if n.conns > 0 {
+			perSecond += float64(n.conns) / max(n.left, time.Millisecond).Seconds()
+		}
+	}
+	if perSecond == 0 {
+		return stagger
+	}
+	return min(stagger, time.Duration(float64(time.Second)/perSecond))
+}

@@ -1,0 +1,502 @@
+package crdbdrain
+
+import (
+	"maps"
+	"slices"
+	"sync/atomic"
+	"time"
+)
+
+// nodeInfo is what is known of one node of the cluster.
+type nodeInfo struct {
+	id    nodeID
+	held  map[*conn]struct{} // connections with this stamp; guarded by watchdog.mu
+	count atomic.Int32       // len(held), for hooks
+	seen  atomic.Int64       // now(), when a connection to it was opened, or was used while a node was marked
+
+	// Replacements that were meant to leave this marked node have landed on it again, every one: until then, by now(),
+	// nothing is culled and no dial is steered. A sticky load balancer does that.
+	stuckUntil atomic.Int64
+	stuckTimes int // in a row; guarded by watchdog.mu
+}
+
+// notice is what one source says of one node.
+type notice struct {
+	since           time.Time // first said
+	heard           time.Time // last said, where it is news (errors)
+	before          time.Time // connections opened before this are to leave
+	decommissioning bool      // and not draining
+	over            bool      // the server has said goodbye: no time is left
+	epoch           int64     // gossip's, 0 if unknown
+}
+
+// mark says that a node is about to leave, whatever number of sources say so.
+type mark struct {
+	node            *nodeInfo
+	source          sourceID  // that said so first
+	since           time.Time // when
+	before          time.Time // connections opened before this are to leave
+	decommissioning bool      // not draining: new connections are welcome
+	over            bool
+}
+
+func (mk *mark) reason() cullReason {
+	if mk.decommissioning {
+		return reasonDecommissioning
+	}
+	return reasonDraining
+}
+
+// marks is the set of marks. It is immutable; nil is the empty set.
+type marks struct {
+	of     map[nodeID]*mark
+	refuge []*nodeInfo // unmarked nodes that we have had connections to
+	listed time.Time   // until when a source's list of an unmarked live node is good
+}
+
+// somewhereToGo reports whether an unmarked node is known to be reachable: a source lists one as live, or a connection to
+// one was opened or used within the last interval. Without it nothing is culled, whatever the sources say.
+func (m *marks) somewhereToGo(t time.Time, interval time.Duration) bool {
+	if t.Before(m.listed) {
+		return true
+	}
+	since := now() - int64(interval)
+	for _, n := range m.refuge {
+		if n.seen.Load() >= since {
+			return true
+		}
+	}
+	return false
+}
+
+// isMarked reports whether the connection's node is marked.
+func (w *watchdog) isMarked(c *conn) bool {
+	m := w.marks.Load()
+	return m != nil && m.of[c.stamp()] != nil
+}
+
+// verdict is what a cull decision came to.
+type verdict uint8
+
+const (
+	keep verdict = iota
+	wait         // the pace does not allow it now: it stays eligible
+	gone         // the caller has to bury it
+)
+
+// cull decides, at a return, a checkout or a sweep, whether the connection is to be given up now, and if so takes it from
+// the state that the caller expects it in. A token is spent only on a connection that goes, and each counts once.
+func (w *watchdog) cull(c *conn, m *marks, t time.Time, point cullPoint) verdict {
+	id := c.stamp()
+	mk := m.of[id]
+	if mk == nil {
+		if id != 0 {
+			c.node.seen.Store(now())
+		}
+		return keep
+	}
+	// A younger connection was kept although its node was marked: there was nowhere else. Or the node is back.
+	if !c.opened.Before(mk.before) || c.wouldBe.Load() {
+		return keep
+	}
+	if !m.somewhereToGo(t, w.cfg.pollInterval) {
+		w.nowhereToGo()
+		return keep
+	}
+	if mk.node.stuckUntil.Load() > now() {
+		return keep
+	}
+	var token token
+	if !mk.over { // what the server has said goodbye on is not paced: it closes the connection now, if we do not
+		var ok bool
+		if token, ok = w.pace.take(t, w.gap(m, t)); !ok {
+			w.countThrottled(c, point)
+			return wait
+		}
+	}
+	if c.connector.cfg.mode == modeObserve {
+		if c.wouldBe.CompareAndSwap(false, true) {
+			w.countCulled(c, mk, point, true)
+		}
+		return keep
+	}
+	from := uint32(connInUse)
+	if point == pointSweep {
+		from = connIdle
+	}
+	if !c.state.CompareAndSwap(from, connGone) {
+		token.giveBack(t) // in use again
+		return keep
+	}
+	if look := c.link.peeker.peek(); look == peekClosed || look == peekPending {
+		token.giveBack(t)
+		c.lost(lostIdle) // the server was first: what an idle connection of a draining node has to read is the notice
+		return gone
+	}
+	if c.ended.CompareAndSwap(false, true) {
+		w.countCulled(c, mk, point, false)
+	}
+	return gone
+}
+
+// gap is the time between two culls that gets every connection off the marked nodes in time.
+func (w *watchdog) gap(m *marks, t time.Time) time.Duration {
+	nodes := make([]leaving, 0, 8)
+	for _, mk := range m.of {
+		if !mk.over && !mk.decommissioning {
+			nodes = append(nodes, leaving{int(mk.node.count.Load()), timeLeft(t, mk.since, w.window())})
+		}
+	}
+	return gap(w.cfg.cullStagger, nodes)
+}
+
+// shouldSteer reports whether a fresh connection has landed on a draining node, and dialling again may reach another.
+func (w *watchdog) shouldSteer(c *conn) bool {
+	m := w.marks.Load()
+	if m == nil {
+		return false
+	}
+	mk := m.of[c.stamp()]
+	return mk != nil && !mk.decommissioning && mk.node.stuckUntil.Load() <= now() &&
+		m.somewhereToGo(time.Now(), w.cfg.pollInterval)
+}
+
+// keptMarked takes note that a connection had to be kept on a marked node after every attempt to reach another.
+func (w *watchdog) keptMarked(c *conn) {
+	if !w.shouldSteer(c) {
+		return
+	}
+	w.mu.Lock()
+	n := c.node
+	n.stuckTimes++
+	times := n.stuckTimes
+	w.mu.Unlock()
+	n.stuckUntil.Store(now() + int64(time.Second<<min(times-1, 6)))
+	if times == 1 {
+		w.log.Warn("crdbdrain: dials land on a draining node again and again; culls pause", "node", uint32(n.id))
+	}
+}
+
+// heardGoodbye marks the node of a connection on which the server has sent its shutdown notice. The server says so in
+// steps 3 and 3b of its drain: there is no time left. It may have said so long ago, on a connection that was idle, and
+// have restarted since; but it said so after it last answered here, so the connections opened before that are meant.
+func (w *watchdog) heardGoodbye(c *conn) {
+	t := time.Now()
+	before := c.opened.Add(1) // the connection itself
+	if idled := c.idled.Load(); idled != 0 {
+		before = clockStart.Add(time.Duration(idled))
+	}
+	w.note(c.stamp(), sourceErrors, notice{since: t, heard: t, before: before, over: true})
+	w.poke()
+}
+
+// heardRefusals marks the nodes of addresses that refused a dial because their node drains, where an address is known to
+// be one node: a load balancer's is not.
+func (w *watchdog) heardRefusals(a *attempt) {
+	for _, addr := range a.refused {
+		w.mu.Lock()
+		id := w.addrs.nodeAt(addr)
+		w.mu.Unlock()
+		t := time.Now()
+		w.note(id, sourceErrors, notice{since: t, heard: t, before: t})
+	}
+	w.poke()
+}
+
+// note adds one source's notice of one node.
+func (w *watchdog) note(id nodeID, source sourceID, n notice) {
+	if id == 0 {
+		return
+	}
+	w.mu.Lock()
+	said := w.notices[id]
+	if said == nil {
+		said = new([numSources]*notice)
+		w.notices[id] = said
+	}
+	if old := said[source]; old != nil {
+		n.since = old.since
+		n.over = n.over || old.over
+		if old.before.After(n.before) {
+			n.before = old.before
+		}
+	}
+	said[source] = &n
+	events := w.remark(time.Now())
+	w.mu.Unlock()
+	w.tell(events)
+}
+
+// event is something to log and count once the lock is released.
+type event func()
+
+func (w *watchdog) tell(events []event) {
+	for _, e := range events {
+		e()
+	}
+}
+
+// remark makes the set of marks anew from the notices, and starts and ends drains. w.mu is held.
+func (w *watchdog) remark(t time.Time) (events []event) {
+	of := make(map[nodeID]*mark, len(w.notices))
+	for id, said := range w.notices {
+		var mk *mark
+		for source, n := range said {
+			if n == nil {
+				continue
+			}
+			if mk == nil {
+				mk = &mark{node: w.nodeOf(id), source: sourceID(source), since: n.since, decommissioning: true}
+			}
+			if n.since.Before(mk.since) {
+				mk.since, mk.source = n.since, sourceID(source)
+			}
+			if n.before.After(mk.before) {
+				mk.before = n.before
+			}
+			mk.decommissioning = mk.decommissioning && n.decommissioning
+			mk.over = mk.over || n.over
+		}
+		if mk == nil {
+			delete(w.notices, id)
+			continue
+		}
+		of[id] = mk
+	}
+	for id, d := range w.drains {
+		if of[id] == nil {
+			if !d.done {
+				events = append(events, w.drainOver(d, t, "withdrawn"))
+			}
+			delete(w.drains, id)
+			n := w.nodeOf(id)
+			n.stuckTimes = 0
+			n.stuckUntil.Store(0)
+		}
+	}
+	for id, mk := range of {
+		d := w.drains[id]
+		if d == nil {
+			d = &drain{node: id, source: mk.source, since: mk.since}
+			w.drains[id] = d
+			d.held = w.older(id, mk)
+			events = append(events, w.drainNoticed(d, mk))
+			d.done = d.held == 0
+		}
+		d.mark = mk
+		if d.left = w.older(id, mk); d.left == 0 && !d.done {
+			events = append(events, w.drainOver(d, t, ""))
+		}
+	}
+	if len(of) == 0 {
+		w.marks.Store(nil)
+		w.nowhere.Store(false)
+		return events
+	}
+	m := &marks{of: of, listed: w.listed(of)}
+	for id, n := range w.nodes {
+		if of[id] == nil && id != 0 {
+			m.refuge = append(m.refuge, n)
+		}
+	}
+	w.marks.Store(m)
+	w.pokeSweep()
+	return events
+}
+
+// older counts the connections that have to leave because of the mark. w.mu is held.
+func (w *watchdog) older(id nodeID, mk *mark) int {
+	left := 0
+	for c := range w.nodeOf(id).held {
+		if c.stamp() == id && c.opened.Before(mk.before) {
+			left++
+		}
+	}
+	return left
+}
+
+// nodeOf returns the entry of a node. w.mu is held.
+func (w *watchdog) nodeOf(id nodeID) *nodeInfo {
+	n := w.nodes[id]
+	if n == nil {
+		n = &nodeInfo{id: id, held: make(map[*conn]struct{})}
+		w.nodes[id] = n
+	}
+	return n
+}
+
+// listed returns until when a source's word that an unmarked node is live is good: its last answer holds for three
+// intervals. A list of SQL instances tells nothing of a node that we never reached; its table keeps rows for later.
+// w.mu is held.
+func (w *watchdog) listed(of map[nodeID]*mark) (until time.Time) {
+	for id := range w.sources {
+		s := &w.sources[id]
+		for node, state := range s.nodes {
+			if of[node] != nil || !state.live || sourceID(id) == sourceInstances && w.nodes[node] == nil {
+				continue
+			}
+			if good := s.answered.Add(w.keep()); good.After(until) {
+				until = good
+			}
+		}
+	}
+	return until
+}
+
+// apply takes over a source's complete answer: nodes that it no longer names lose its notice. w.mu is held.
+func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, t time.Time) []event {
+	s := &w.sources[source]
+	changed := !maps.Equal(s.nodes, nodes)
+	s.nodes, s.answered = nodes, t
+	for id, said := range w.notices {
+		if said[source] != nil && !nodes[id].leaving() {
+			said[source] = nil
+			changed = true
+		}
+		if source == sourceGossip && !nodes[id].draining {
+			delete(w.cleared, id)
+		}
+	}
+	for id, state := range nodes {
+		if !state.leaving() {
+			continue
+		}
+		if epoch, back := w.cleared[id]; back && source == sourceGossip && state.draining && state.epoch <= epoch {
+			continue // the node has come back since, and gossip has not caught up
+		}
+		said := w.notices[id]
+		if said == nil {
+			said = new([numSources]*notice)
+			w.notices[id] = said
+		}
+		n := notice{since: t, heard: t, before: t, decommissioning: !state.draining, epoch: state.epoch}
+		if old := said[source]; old != nil {
+			if old.decommissioning == n.decommissioning {
+				continue
+			}
+			n.since, n.before = old.since, old.before
+		}
+		said[source] = &n
+		changed = true
+	}
+	if !changed && w.marks.Load() == nil {
+		return nil
+	}
+	return w.remark(t)
+}
+
+// expire drops what has outlived its evidence: the last answer of a source that has failed for three intervals, and the
+// server's own words a minute later, once no connection of that time is left. w.mu is held.
+func (w *watchdog) expire(t time.Time) []event {
+	changed := false
+	for id := range w.sources {
+		s := &w.sources[id]
+		if s.nodes == nil || t.Sub(s.answered) <= w.keep() {
+			continue
+		}
+		s.nodes = nil
+		for _, said := range w.notices {
+			changed = changed || said[id] != nil
+			said[id] = nil
+		}
+	}
+	for id, said := range w.notices {
+		if n := said[sourceErrors]; n != nil && t.Sub(n.heard) > errorsKeep && w.older(id, &mark{before: n.before}) == 0 {
+			said[sourceErrors] = nil
+			changed = true
+		}
+	}
+	for id, n := range w.nodes { // IDs are never used again: forget the nodes of yesterday
+		if len(n.held) == 0 && w.notices[id] == nil && now()-n.seen.Load() > int64(errorsKeep) {
+			delete(w.nodes, id)
+		}
+	}
+	if !changed {
+		return nil
+	}
+	return w.remark(t)
+}
+
+// errorsKeep is how long the server's own words mark a node that no connection is left on.
+const errorsKeep = time.Minute
+
+// cameBack takes note that a node has accepted a connection whose dial began after its notices: it has restarted. That
+// refutes the server's goodbye and gossip's "draining", after which a server accepts nothing; not the earlier signals,
+// during which it still accepts (cockroachdb pkg/server/drain.go). w.mu is held.
+func (w *watchdog) cameBack(c *conn) (events []event) {
+	id := c.stamp()
+	said := w.notices[id]
+	if said == nil {
+		return nil
+	}
+	changed := false
+	if n := said[sourceErrors]; n != nil && c.opened.After(n.heard) {
+		said[sourceErrors] = nil
+		changed = true
+	}
+	if n := said[sourceGossip]; n != nil && !n.decommissioning && c.opened.After(n.heard) {
+		w.cleared[id] = n.epoch
+		said[sourceGossip] = nil
+		changed = true
+	}
+	if changed {
+		events = w.remark(time.Now())
+	}
+	return events
+}
+
+// addrBook remembers which node answered at which address.
+type addrBook struct {
+	nodes map[string]nodeID   // 0: more than one
+	hosts map[string][]string // addresses by host:port of the DSN
+}
+
+const maxAddrs = 4096
+
+func (b *addrBook) learn(a *attempt, id nodeID) {
+	if a.addr == "" || id == 0 {
+		return
+	}
+	if b.nodes == nil || len(b.nodes) > maxAddrs {
+		b.nodes, b.hosts = make(map[string]nodeID), make(map[string][]string)
+	}
+	if old, ok := b.nodes[a.addr]; ok && old != id {
+		id = 0
+	}
+	b.nodes[a.addr] = id
+	for _, host := range a.hostsOf(a.addr) {
+		if !slices.Contains(b.hosts[host], a.addr) {
+			b.hosts[host] = append(b.hosts[host], a.addr)
+		}
+	}
+}
+
+// nodeAt returns the node at an address, or 0 where it is not known to be just one: one that another address answers for
+// too, or the only address there is, may be a load balancer's.
+func (b *addrBook) nodeAt(addr string) nodeID {
+	id := b.nodes[addr]
+	if id == 0 || len(b.nodes) < 2 {
+		return 0
+	}
+	for other, node := range b.nodes {
+		if node == id && other != addr {
+			return 0
+		}
+	}
+	return id
+}
+
+// markedHosts returns the hosts of the DSN all of whose known addresses are marked nodes.
+func (w *watchdog) markedHosts() map[string]bool {
+	m := w.marks.Load()
+	if m == nil {
+		return nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	marked := make(map[string]bool)
+	for host, addrs := range w.addrs.hosts {
+		marked[host] = !slices.ContainsFunc(addrs, func(addr string) bool { return m.of[w.addrs.nodeAt(addr)] == nil })
+	}
+	return marked
+}

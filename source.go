@@ -1,0 +1,550 @@
+package crdbdrain
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// nodeState is what a source says of one node.
+type nodeState struct {
+	draining        bool
+	decommissioning bool
+	live            bool
+	epoch           int64
+}
+
+func (s nodeState) leaving() bool { return s.draining || s.decommissioning }
+
+// sourceState is the value of the metric crdbdrain.source.state.
+type sourceState int8
+
+const (
+	sourceOK      sourceState = 1
+	sourceOff     sourceState = 0
+	sourceFailing sourceState = -1
+	sourceDenied  sourceState = -2
+)
+
+// sourceStatus is one source's state and last answer.
+type sourceStatus struct {
+	state    sourceState
+	nodes    map[nodeID]nodeState // the last complete answer; nil once it is too old
+	answered time.Time
+	due      time.Time // not to be asked before
+	failures int       // in a row
+}
+
+// answer is what one poll of one source came to: nodes, or an error, or off, when the server's version has no such source.
+type answer struct {
+	source sourceID
+	nodes  map[nodeID]nodeState
+	err    error
+	off    string
+	took   time.Duration
+}
+
+// question is what a poll is to ask.
+type question struct {
+	due    sourceSet
+	verify bool           // the stamp's rule
+	pgx    *pgx.ConnConfig // of the connector whose role asks
+	marks  *marks
+}
+
+// pollResult is what it came to.
+type pollResult struct {
+	answers []answer
+	rule    uint32
+	goodbye nodeID // the node whose goodbye the watchdog's own connection met
+	onNode  nodeID // the node that the watchdog's own connection is on
+	err     error  // why the watchdog has no connection of its own
+}
+
+// The statements of the watchdog. They are constants, select only what is used, and are sent with the simple protocol.
+const (
+	sqlShowNodeID = "SHOW node_id"
+	// v24.3 and later; NULL means false.
+	sqlInstances = "SELECT id, is_draining FROM system.sql_instances"
+	// Liveness records of decommissioned nodes stay for ever with "draining" set; gossip_nodes does not have them.
+	sqlGossip = "SELECT l.node_id, l.epoch, l.draining, l.membership, n.is_live" +
+		" FROM crdb_internal.gossip_liveness AS l JOIN crdb_internal.gossip_nodes AS n ON n.node_id = l.node_id"
+	// v25.4 and later; off by default from v26.1 on.
+	sqlUnsafeInternals = "SET allow_unsafe_internals = on"
+)
+
+const (
+	maxRows    = 10_000
+	maxMessage = 1 << 20 // bytes in one message from the server to the watchdog
+	maxBackoff = 30 * time.Second
+	// A denied source is asked again after 15 to 30 minutes: the grant may have come.
+	reprobeMin    = 15 * time.Minute
+	reprobeSpread = 15 * time.Minute
+)
+
+// enabled returns the sources that the watchdog polls by these settings.
+func (c *config) enabled() sourceSet {
+	polled := c.sources & (1<<sourceInstances | 1<<sourceGossip | 1<<sourceReadiness)
+	if len(c.readiness) == 0 {
+		polled &^= 1 << sourceReadiness
+	}
+	return polled
+}
+
+// ask says what is to be asked at t.
+func (w *watchdog) ask(t time.Time) question {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	q := question{verify: w.rule.Load() == ruleUnknown, marks: w.marks.Load()}
+	if len(w.members) > 0 {
+		q.pgx = w.members[0].cfg.pgx
+	}
+	enabled := w.cfg.enabled()
+	for id := range numSources {
+		if enabled.has(id) && !t.Before(w.sources[id].due) {
+			q.due |= 1 << id
+		}
+	}
+	return q
+}
+
+// take takes a poll's result over. It reports whether to poll again at once.
+func (w *watchdog) take(r pollResult) (again bool) {
+	t := time.Now()
+	var events []event
+	w.mu.Lock()
+	if r.rule != ruleUnknown && w.rule.CompareAndSwap(ruleUnknown, r.rule) {
+		rule := r.rule
+		events = append(events, func() { w.logRule(rule) })
+		events = append(events, w.remark(t)...)
+	}
+	for _, a := range r.answers {
+		s := &w.sources[a.source]
+		before := *s
+		reason := ""
+		switch denied, isDenied := denial(a.source, a.err); {
+		case a.off != "":
+			s.state, s.due, reason = sourceOff, t.Add(reprobeMin+rand.N(reprobeSpread)), a.off
+		case isDenied:
+			s.state, s.due, reason = sourceDenied, t.Add(reprobeMin+rand.N(reprobeSpread)), denied
+		case a.err != nil:
+			s.failures++
+			s.state, s.due = sourceFailing, t.Add(jitter(min(w.cfg.pollInterval<<min(s.failures-1, 3), max(maxBackoff, w.cfg.pollInterval))))
+			if w.marks.Load() != nil {
+				s.due = t // while a node drains, every poll asks
+			}
+		default:
+			s.state, s.failures, s.due = sourceOK, 0, time.Time{}
+			events = append(events, w.apply(a.source, a.nodes, t)...)
+		}
+		events = append(events, w.sourceEdge(before.state, s.state, a, reason))
+	}
+	m := w.marks.Load()
+	again = r.onNode != 0 && m != nil && m.of[r.onNode] != nil // the watchdog's own connection moves first
+	w.mu.Unlock()
+	w.tell(events)
+	if r.goodbye != 0 {
+		w.note(r.goodbye, sourceErrors, notice{since: t, heard: t, before: t, over: true})
+	}
+	return again
+}
+
+// sourceEdge is the event that logs a source's change of state, once, and counts its poll.
+func (w *watchdog) sourceEdge(before, after sourceState, a answer, reason string) event {
+	return func() {
+		w.countPoll(a)
+		if before == after {
+			return
+		}
+		switch after {
+		case sourceOK:
+			if before == sourceOff {
+				return // it works from the start: nothing to say
+			}
+			w.log.Info("crdbdrain: source works again", "source", a.source.String())
+		case sourceOff:
+			w.log.Info("crdbdrain: source is off", "source", a.source.String(), "reason", reason)
+		case sourceDenied:
+			w.log.Warn("crdbdrain: source is denied; it is asked again in 15 to 30 minutes", "source", a.source.String(), "remedy", reason, "error", redact(a.err))
+		case sourceFailing:
+			w.log.Warn("crdbdrain: source fails", "source", a.source.String(), "error", redact(a.err))
+		}
+	}
+}
+
+func (w *watchdog) logRule(rule uint32) {
+	switch rule {
+	case ruleAsk:
+		w.log.Info("crdbdrain: BackendKeyData does not tell the node here (a proxy?); each new connection is asked with SHOW node_id")
+	case ruleOff:
+		w.log.Warn("crdbdrain: no way to tell which node a connection is on; nothing is culled by node")
+	}
+}
+
+// asker is the watchdog's own connection: it answers a statement with its rows as text. nil is NULL.
+type asker interface {
+	ask(ctx context.Context, sql string) ([][]*string, error)
+}
+
+// poller asks the sources. One poll at a time uses it.
+type poller struct {
+	w         *watchdog
+	side      *sideConn // the watchdog's own connection; nil while there is none
+	readiness *readiness
+}
+
+func newPoller(w *watchdog) *poller {
+	p := &poller{w: w}
+	if w.cfg.enabled().has(sourceReadiness) {
+		p.readiness = newReadiness(w.cfg, w.log)
+	}
+	return p
+}
+
+func (p *poller) close() {
+	p.hangUp()
+	if p.readiness != nil {
+		p.readiness.close()
+	}
+}
+
+func (p *poller) hangUp() {
+	if p.side != nil {
+		p.side.close()
+		p.side = nil
+	}
+}
+
+// poll asks everything that is due: the SQL sources one after the other on the watchdog's own connection, readiness at
+// the same time.
+func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
+	ctx, cancel := context.WithTimeout(ctx, p.w.cfg.pollTimeout)
+	defer cancel()
+	var ready sync.WaitGroup
+	if q.due.has(sourceReadiness) {
+		var a answer
+		ready.Go(func() {
+			start := time.Now()
+			nodes, err := p.readiness.poll(ctx)
+			a = answer{source: sourceReadiness, nodes: nodes, err: err, took: time.Since(start)}
+		})
+		defer func() {
+			ready.Wait()
+			r.answers = append(r.answers, a)
+		}()
+	}
+	if p.side != nil && q.marks != nil && q.marks.of[p.side.node] != nil {
+		p.hangUp() // its node drains
+	}
+	var due []sourceID
+	for _, id := range []sourceID{sourceInstances, sourceGossip} {
+		if q.due.has(id) {
+			due = append(due, id)
+		}
+	}
+	if len(due) == 0 && !q.verify || q.pgx == nil {
+		return r
+	}
+	for try := 0; ; try++ {
+		fresh := p.side == nil
+		if r = p.askSQL(ctx, q, due); p.side == nil || !p.side.pg.IsClosed() {
+			break
+		}
+		r.goodbye = p.side.goodbye()
+		p.hangUp()
+		if fresh || ctx.Err() != nil {
+			break // it was not a connection that went stale between two polls
+		}
+	}
+	if p.side != nil {
+		r.onNode = p.side.node
+	}
+	// The connection stays as long as a SQL source is worth asking again soon.
+	for _, a := range r.answers {
+		if _, denied := denial(a.source, a.err); !denied && a.off == "" {
+			return r
+		}
+	}
+	p.hangUp()
+	r.onNode = 0
+	return r
+}
+
+// askSQL asks the SQL sources that are due on one connection.
+func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r pollResult) {
+	start := time.Now()
+	if p.side == nil {
+		side, err := dialSide(ctx, q, p.w.cfg)
+		if err != nil {
+			r.err = err
+			for _, id := range due {
+				r.answers = append(r.answers, answer{source: id, err: fmt.Errorf("connect: %w", err), took: time.Since(start)})
+			}
+			return r
+		}
+		p.side = side
+	}
+	if q.verify {
+		r.rule, p.side.node = verifyRule(ctx, p.side, nodeFromPID(p.side.pg.PID()))
+	}
+	for _, id := range due {
+		start := time.Now()
+		a := answer{source: id}
+		switch id {
+		case sourceInstances:
+			if p.side.versionKnown && (p.side.major < 24 || p.side.major == 24 && p.side.minor < 3) {
+				a.off = "system.sql_instances has is_draining from v24.3 on"
+				break
+			}
+			a.nodes, a.err = askInstances(ctx, p.side)
+		default:
+			a.nodes, a.err = askGossip(ctx, p.side)
+		}
+		a.took = time.Since(start)
+		r.answers = append(r.answers, a)
+	}
+	return r
+}
+
+// verifyRule compares what the watchdog's own connection's PID tells with the server's answer.
+func verifyRule(ctx context.Context, side asker, stamp nodeID) (rule uint32, node nodeID) {
+	rows, err := side.ask(ctx, sqlShowNodeID)
+	if err != nil {
+		if sqlState(err) == "" || sqlState(err) == stateAdminShutdown {
+			return ruleUnknown, 0 // no answer: ask again
+		}
+		return ruleOff, 0
+	}
+	if len(rows) != 1 || len(rows[0]) != 1 || rows[0][0] == nil {
+		return ruleOff, 0
+	}
+	switch id, ok := parseNodeID(*rows[0][0]); {
+	case !ok:
+		return ruleOff, 0 // 0: an external SQL pod
+	case id == stamp:
+		return ruleHolds, id
+	default:
+		return ruleAsk, id
+	}
+}
+
+// errEmpty is an answer that cannot be: the asking node itself is missing. Just after a node's start it happens.
+var errEmpty = errors.New("an empty answer")
+
+// askInstances reads system.sql_instances.
+func askInstances(ctx context.Context, side asker) (map[nodeID]nodeState, error) {
+	rows, err := side.ask(ctx, sqlInstances)
+	if err != nil {
+		return nil, err
+	}
+	return readNodes(rows, 2, func(row []*string) (nodeState, error) {
+		draining, err := readBool("is_draining", row[1])
+		return nodeState{draining: draining, live: !draining}, err
+	})
+}
+
+// askGossip reads the gateway's view of liveness.
+func askGossip(ctx context.Context, side asker) (map[nodeID]nodeState, error) {
+	rows, err := side.ask(ctx, sqlGossip)
+	if err != nil {
+		return nil, err
+	}
+	return readNodes(rows, 5, func(row []*string) (s nodeState, err error) {
+		if row[1] != nil {
+			if s.epoch, err = strconv.ParseInt(*row[1], 10, 64); err != nil {
+				return s, fmt.Errorf("column epoch has %s", quote(row[1]))
+			}
+		}
+		if s.draining, err = readBool("draining", row[2]); err != nil {
+			return s, err
+		}
+		if row[3] != nil {
+			switch *row[3] {
+			case "active":
+			case "decommissioning", "decommissioned":
+				s.decommissioning = true
+			default:
+				return s, fmt.Errorf("column membership has %s", quote(row[3]))
+			}
+		}
+		s.live, err = readBool("is_live", row[4])
+		return s, err
+	})
+}
+
+// readNodes reads rows that begin with a node ID. An answer is taken whole or not at all.
+func readNodes(rows [][]*string, columns int, read func([]*string) (nodeState, error)) (map[nodeID]nodeState, error) {
+	if len(rows) == 0 {
+		return nil, errEmpty
+	}
+	nodes := make(map[nodeID]nodeState, len(rows))
+	for _, row := range rows {
+		if len(row) != columns {
+			return nil, fmt.Errorf("%d columns instead of %d", len(row), columns)
+		}
+		if row[0] == nil {
+			return nil, errors.New("a node ID is NULL")
+		}
+		id, ok := parseNodeID(*row[0])
+		if !ok {
+			return nil, fmt.Errorf("node ID %s is not between 1 and %d", quote(row[0]), maxNodeID)
+		}
+		if _, twice := nodes[id]; twice {
+			return nil, fmt.Errorf("node ID %d comes twice", id)
+		}
+		state, err := read(row)
+		if err != nil {
+			return nil, err
+		}
+		nodes[id] = state
+	}
+	return nodes, nil
+}
+
+func readBool(column string, s *string) (bool, error) {
+	switch {
+	case s == nil:
+		return false, nil
+	case *s == "t" || *s == "true":
+		return true, nil
+	case *s == "f" || *s == "false":
+		return false, nil
+	}
+	return false, fmt.Errorf("column %s has %s", column, quote(s))
+}
+
+// quote makes a server's text fit for an error.
+func quote(s *string) string {
+	return strconv.Quote((*s)[:min(len(*s), 64)])
+}
+
+// sideConn is the watchdog's own connection: never from the pool, without the application's tracer and hooks.
+type sideConn struct {
+	pg           *pgconn.PgConn
+	link         *link
+	node         nodeID
+	versionKnown bool
+	major, minor int
+}
+
+// dialSide opens the watchdog's own connection, on an unmarked node if the dial can be steered to one.
+func dialSide(ctx context.Context, q question, cfg *config) (*sideConn, error) {
+	var kept *sideConn
+	for range maxSteer {
+		side, err := dialSideOnce(ctx, q, cfg)
+		if kept != nil {
+			kept.close()
+		}
+		if err != nil {
+			return nil, err
+		}
+		if q.marks == nil || q.marks.of[side.node] == nil {
+			return side, nil
+		}
+		kept = side
+	}
+	return kept, nil
+}
+
+func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, error) {
+	cc := q.pgx.Config.Copy()
+	cc.RuntimeParams = maps.Clone(cc.RuntimeParams)
+	if cc.RuntimeParams == nil {
+		cc.RuntimeParams = make(map[string]string)
+	}
+	cc.RuntimeParams["application_name"] = "crdbdrain-watchdog"
+	if _, set := cc.RuntimeParams["statement_timeout"]; set { // the application's; a poll has its own bound
+		cc.RuntimeParams["statement_timeout"] = strconv.FormatInt(cfg.pollTimeout.Milliseconds(), 10)
+	}
+	cc.OnNotice, cc.OnNotification, cc.ValidateConnect, cc.AfterConnect = nil, nil, nil, nil
+	cc.MaxProtocolMessageBodyLen = maxMessage
+	orderHosts(cc, cfg.hostOrder, nil)
+	// After a failure pgx dials once more to cancel what may still be running. There is nothing to cancel here, and the
+	// server may hang.
+	dial, connected := cc.DialFunc, false
+	cc.DialFunc = func(ctx context.Context, network, addr string) (c net.Conn, err error) {
+		if connected {
+			return nil, errors.New("no cancel request")
+		}
+		return dial(ctx, network, addr)
+	}
+	a := &attempt{start: time.Now()}
+	pg, err := pgconn.ConnectConfig(context.WithValue(ctx, attemptKey{}, a), cc)
+	connected = true
+	if err != nil {
+		return nil, err
+	}
+	side := &sideConn{pg: pg, link: a.link, node: nodeFromPID(pg.PID())}
+	side.major, side.minor, side.versionKnown = crdbVersion(pg.ParameterStatus("crdb_version"))
+	if cfg.unsafeInternals {
+		// Older servers do not know the variable (42704) and do not need it; one that denies it denies the sources too.
+		if _, err := side.ask(ctx, sqlUnsafeInternals); err != nil && sqlState(err) == "" {
+			side.close()
+			return nil, err
+		}
+	}
+	return side, nil
+}
+
+// ask sends a statement with the simple protocol and reads at most maxRows rows.
+func (s *sideConn) ask(ctx context.Context, sql string) (rows [][]*string, err error) {
+	results := s.pg.Exec(ctx, sql)
+	for results.NextResult() {
+		rr := results.ResultReader()
+		for rr.NextRow() {
+			if len(rows) == maxRows {
+				s.abort()
+				return nil, fmt.Errorf("more than %d rows", maxRows)
+			}
+			row := make([]*string, len(rr.Values()))
+			for i, v := range rr.Values() {
+				if v != nil {
+					text := string(v)
+					row[i] = &text
+				}
+			}
+			rows = append(rows, row)
+		}
+	}
+	if err := results.Close(); err != nil {
+		if s.pg.IsClosed() {
+			s.abort()
+		}
+		return nil, err
+	}
+	return rows, nil
+}
+
+// goodbye returns the node on which the server ended this connection because it drains, or 0.
+func (s *sideConn) goodbye() nodeID {
+	if s.link != nil && s.link.words.Load() != goodbyeNone {
+		return s.node
+	}
+	return 0
+}
+
+// abort closes the socket, so that nothing of pgx's waits for the server.
+func (s *sideConn) abort() {
+	if s.link != nil {
+		_ = s.link.Conn.Close()
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	_ = s.pg.Close(ctx)
+}
+
+// close says Terminate and closes, within a tenth of a second.
+func (s *sideConn) close() {
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	_ = s.pg.Close(ctx)
+}

@@ -1,0 +1,373 @@
+package crdbdrain
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// watchdog is the one background worker for a cluster in a process: it polls the sources, owns the marks, paces the
+// culls, and sweeps idle connections. Its goroutine runs while there are connections to CockroachDB, and no caller ever
+// waits for it.
+type watchdog struct {
+	key string
+	cfg *config // of the first connector; those that share a watchdog have the same settings
+	log *slog.Logger
+
+	marks   atomic.Pointer[marks] // nil: no node is marked. The one thing that the hot path looks at
+	rule    atomic.Uint32         // rule*: whether the PIDs of this cluster tell the node
+	pace    pace
+	nowhere atomic.Bool // said that there is nowhere to go
+
+	wake  chan struct{} // a source has something new: poll
+	wakes chan struct{} // the marks have changed: sweep
+
+	mu      sync.Mutex
+	members []*Connector                         // guarded by mu
+	conns   int                                  // guarded by mu
+	nodes   map[nodeID]*nodeInfo                 // guarded by mu; 0 has the connections without a stamp
+	notices map[nodeID]*[numSources]*notice      // guarded by mu
+	drains  map[nodeID]*drain                    // guarded by mu
+	cleared map[nodeID]int64                     // gossip's epoch at which the node came back; guarded by mu
+	addrs   addrBook                             // guarded by mu
+	sources [numSources]sourceStatus             // guarded by mu
+	stop    context.CancelFunc                   // nil while no worker runs; guarded by mu
+	done    chan struct{}                        // closed when the worker has ended; guarded by mu
+}
+
+const (
+	ruleUnknown = iota
+	ruleHolds   // BackendKeyData tells the node
+	ruleAsk     // it does not, but SHOW node_id does: each new connection is asked
+	ruleOff     // nothing tells: stamps are unknown and nothing is culled by node
+)
+
+// watchdogs is the watchdogs of the process, by cluster and settings. Its lock is taken when a connector makes its first
+// connection and when it is closed.
+type watchdogs struct {
+	mu sync.Mutex
+	of map[string]*watchdog // guarded by mu
+}
+
+var registry watchdogs
+
+// join makes the connector a member of its cluster's watchdog. Connectors share one when they agree on the cluster and on
+// all settings of the driver; the user and the database may differ.
+func (r *watchdogs) join(c *Connector) *watchdog {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	key := c.cfg.settings()
+	w := r.of[key]
+	if w == nil {
+		w = &watchdog{
+			key: key, cfg: c.cfg, log: c.log,
+			wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1),
+			nodes:   make(map[nodeID]*nodeInfo),
+			notices: make(map[nodeID]*[numSources]*notice),
+			drains:  make(map[nodeID]*drain),
+			cleared: make(map[nodeID]int64),
+		}
+		if r.of == nil {
+			r.of = make(map[string]*watchdog)
+		}
+		r.of[key] = w
+	}
+	w.mu.Lock()
+	w.members = append(w.members, c)
+	w.mu.Unlock()
+	instrumentsFor(c.provider).watch(w)
+	return w
+}
+
+// settings identifies the watchdog that a connector with this config uses.
+func (c *config) settings() string {
+	return fmt.Sprintf("%s\n%d %v %q %v %v %v %v %v %v %v", c.key, c.mode, c.sources, c.readiness, c.unsafeInternals,
+		c.pollInterval, c.pollIntervalDraining, c.pollTimeout, c.cullStagger, c.window, c.spares)
+}
+
+// leave takes the connector out. With the last one the watchdog ends: its worker has stopped when leave returns.
+func (r *watchdogs) leave(c *Connector, w *watchdog) {
+	r.mu.Lock()
+	w.mu.Lock()
+	w.members = slices.DeleteFunc(w.members, func(m *Connector) bool { return m == c })
+	last := len(w.members) == 0
+	var done chan struct{}
+	if last && w.stop != nil {
+		w.stop()
+		w.stop, done = nil, w.done
+	}
+	w.mu.Unlock()
+	if last && r.of[w.key] == w {
+		delete(r.of, w.key)
+	}
+	r.mu.Unlock()
+	if !last {
+		return
+	}
+	instrumentsFor(c.provider).unwatch(w)
+	if done != nil {
+		<-done
+	}
+}
+
+// add enters a fresh connection, and starts the worker with the first one.
+func (w *watchdog) add(c *conn, a *attempt) {
+	w.mu.Lock()
+	id := c.stampCandidate()
+	n := w.nodeOf(id)
+	c.node = n
+	n.held[c] = struct{}{}
+	n.count.Store(int32(len(n.held))) //nolint:gosec // connections
+	n.seen.Store(now())
+	w.conns++
+	events := w.cameBack(c)
+	if stamp := c.stamp(); stamp != 0 {
+		w.addrs.learn(a, stamp)
+		if m := w.marks.Load(); m != nil && m.of[stamp] == nil {
+			for _, mk := range m.of { // there is a way to another node after all
+				mk.node.stuckTimes = 0
+				mk.node.stuckUntil.Store(0)
+			}
+			if !slices.Contains(m.refuge, n) {
+				events = append(events, w.remark(time.Now())...)
+			}
+		}
+	}
+	if w.stop == nil && len(w.members) > 0 {
+		ctx, cancel := context.WithCancel(context.Background())
+		before, done := w.done, make(chan struct{})
+		w.stop, w.done = cancel, done
+		go w.run(ctx, before, done)
+	}
+	w.mu.Unlock()
+	w.tell(events)
+}
+
+// stampCandidate is the ID under which the connection is entered: what the PID says, until the rule is known not to hold.
+func (c *conn) stampCandidate() nodeID {
+	if c.asked || c.w.rule.Load() <= ruleHolds {
+		return c.id
+	}
+	return 0
+}
+
+// remove takes a connection out that has ended or is about to.
+func (w *watchdog) remove(c *conn) {
+	w.mu.Lock()
+	n := c.node
+	if _, held := n.held[c]; !held {
+		w.mu.Unlock()
+		return
+	}
+	delete(n.held, c)
+	n.count.Store(int32(len(n.held))) //nolint:gosec // connections
+	w.conns--
+	var events []event
+	if d := w.drains[n.id]; d != nil && !d.done && c.stamp() == n.id && c.opened.Before(d.mark.before) {
+		if d.left--; d.left <= 0 {
+			events = append(events, w.drainOver(d, time.Now(), ""))
+		}
+	}
+	w.mu.Unlock()
+	w.tell(events)
+}
+
+// poke asks for a poll before its time.
+func (w *watchdog) poke() {
+	select {
+	case w.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (w *watchdog) pokeSweep() {
+	select {
+	case w.wakes <- struct{}{}:
+	default:
+	}
+}
+
+// window is how long a draining node is taken to leave connections alone.
+func (w *watchdog) window() time.Duration { return cmp.Or(w.cfg.window, defaultWindow) }
+
+// keep is how long a source's last answer holds while it fails.
+func (w *watchdog) keep() time.Duration { return 3 * w.cfg.pollInterval }
+
+// minPollGap is the shortest time between two polls, however often the errors source asks for one.
+const minPollGap = 100 * time.Millisecond
+
+// run is the worker.
+func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- struct{}) {
+	defer close(done)
+	if before != nil {
+		<-before
+	}
+	p := newPoller(w)
+	results := make(chan pollResult, 1)
+	polling := false
+	// The first poll comes at a random time within an interval: a fleet that was deployed together does not poll together.
+	poll := time.NewTimer(rand.N(w.cfg.pollInterval))
+	sweep := time.NewTimer(time.Hour)
+	sweep.Stop()
+	defer poll.Stop()
+	defer sweep.Stop()
+	defer func() {
+		if polling {
+			<-results
+		}
+		p.close()
+	}()
+	var sw sweeper
+	var lastPoll time.Time
+	last := time.Now()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-w.wake:
+			poll.Reset(max(0, minPollGap-time.Since(lastPoll)))
+			continue
+		case <-w.wakes:
+			sweep.Reset(0)
+			continue
+		case <-sweep.C:
+			if next := sw.sweep(w); next > 0 {
+				sweep.Reset(next)
+			}
+			continue
+		case r := <-results:
+			polling = false
+			again := w.take(r)
+			interval := w.cfg.pollInterval
+			if w.marks.Load() != nil {
+				interval = w.cfg.pollIntervalDraining
+			}
+			if again {
+				interval = minPollGap
+			}
+			poll.Reset(jitter(interval))
+			continue
+		case <-poll.C:
+		}
+		t := time.Now()
+		if suspended(last, t) {
+			// The process slept while the cluster went on: its marks are of another time.
+			w.forget()
+		}
+		last = t
+		w.mu.Lock()
+		events := w.expire(t)
+		idle := w.conns == 0
+		if idle {
+			w.stop()
+			w.stop = nil // the next connection starts another worker
+		}
+		w.mu.Unlock()
+		w.tell(events)
+		if idle {
+			return
+		}
+		if polling {
+			continue // its result sets the timer again
+		}
+		polling, lastPoll = true, t
+		ask := w.ask(t)
+		go func() { results <- p.poll(ctx, ask) }()
+	}
+}
+
+// jitter varies an interval by up to 20 % either way.
+func jitter(d time.Duration) time.Duration {
+	return d - d/5 + rand.N(2*d/5+1)
+}
+
+// suspended reports whether the wall clock has run ahead of the monotonic one between two readings: the machine slept
+// (or somebody set its clock).
+func suspended(before, after time.Time) bool {
+	mono := after.Sub(before)
+	wall := after.Round(0).Sub(before.Round(0))
+	return wall-mono > 10*time.Second
+}
+
+// forget drops all notices, until a source repeats them.
+func (w *watchdog) forget() {
+	w.mu.Lock()
+	clear(w.notices)
+	for id := range w.sources {
+		w.sources[id].nodes = nil
+	}
+	events := w.remark(time.Now())
+	w.mu.Unlock()
+	w.tell(events)
+}
+
+// nowhereToGo says once that every node known is marked.
+func (w *watchdog) nowhereToGo() {
+	if w.nowhere.CompareAndSwap(false, true) {
+		w.log.Warn("crdbdrain: no node without a mark is known to be reachable; nothing is culled")
+	}
+}
+
+// sweeper gives up idle connections on marked nodes, oldest use first: those at the bottom of database/sql's stack, which
+// no caller will see for long.
+type sweeper struct {
+	idle    []*conn
+	listed  time.Time
+	scratch []*conn
+}
+
+// listAgain is how long a list of idle connections serves; slowSweep is the time between looks when there is none.
+const (
+	listAgain = 50 * time.Millisecond
+	slowSweep = 250 * time.Millisecond
+)
+
+// sweep culls what the pace allows now, and returns when to look again; 0 when no node is marked.
+func (s *sweeper) sweep(w *watchdog) time.Duration {
+	m := w.marks.Load()
+	if m == nil {
+		s.idle = nil
+		return 0
+	}
+	t := time.Now()
+	if len(s.idle) == 0 || t.Sub(s.listed) > listAgain {
+		s.list(w, m)
+		s.listed = t
+	}
+	if len(s.idle) == 0 {
+		return slowSweep
+	}
+	for len(s.idle) > 0 {
+		switch c := s.idle[0]; w.cull(c, m, t, pointSweep) {
+		case gone:
+			c.bury()
+		case wait:
+			return min(max(w.gap(m, t)/4, time.Millisecond), 25*time.Millisecond)
+		}
+		s.idle = s.idle[1:]
+	}
+	return listAgain
+}
+
+// list collects the connections that may be swept.
+func (s *sweeper) list(w *watchdog, m *marks) {
+	old := now() - int64(sweepIdle)
+	s.scratch = s.scratch[:0]
+	w.mu.Lock()
+	for id, mk := range m.of {
+		for c := range mk.node.held {
+			if c.stamp() == id && c.state.Load() == connIdle && c.idled.Load() <= old && c.opened.Before(mk.before) && !c.wouldBe.Load() {
+				s.scratch = append(s.scratch, c)
+			}
+		}
+	}
+	w.mu.Unlock()
+	s.idle = s.scratch
+	slices.SortFunc(s.idle, func(a, b *conn) int { return cmp.Compare(a.idled.Load(), b.idled.Load()) })
+}
