@@ -176,14 +176,15 @@ const (
 )
 
 // Connect opens a connection. A connection that lands on a marked node is closed and dialled again, at most three times,
-// and then kept. A dial that a draining node refuses (57P01) is tried again, at most five times, within ctx. Any other
-// failure is pgx's own error after pgx's own dials; it is never [driver.ErrBadConn].
+// and then kept. A dial that a draining node refuses (57P01), or that ends without a word while a node drains, is tried
+// again, at most five times, within ctx. Any other failure is pgx's own error after pgx's own dials; it is never
+// [driver.ErrBadConn].
 func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 	if c.cfg.mode == modeOff {
 		return stdlib.GetConnector(*c.cfg.pgx, c.stdOpts...).Connect(ctx)
 	}
 	dc, err := c.dial(ctx)
-	for try := 0; err != nil && isRefusal(err) && try < maxRefused; try++ {
+	for try := 0; err != nil && try < maxRefused && (isRefusal(err) || c.cutByDrain(err)); try++ {
 		wait := firstRefusal << try
 		if !sleep(ctx, wait-rand.N(wait/2)) {
 			return nil, err
@@ -213,6 +214,26 @@ func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 	dc.w.keptMarked(dc)
 	return dc, nil
 }
+
+// cutByDrain reports whether a dial ended without a word while a node drains or has just drained: a load balancer sends
+// dials to a node whose process has ended until its health check notices, and the peer accepts and closes. Without a
+// drain that is an outage, and none of the driver's business.
+func (c *Connector) cutByDrain(err error) bool {
+	w := c.watchdog.Load()
+	if w == nil || w.marks.Load() == nil && now()-w.noticed.Load() > int64(afterDrain) {
+		return false
+	}
+	for _, e := range flatten(err) {
+		if sqlState(e) == "" && (errors.Is(e, io.EOF) || errors.Is(e, io.ErrUnexpectedEOF) || peerGone(e)) {
+			return true
+		}
+	}
+	return false
+}
+
+// afterDrain is how long after the last notice of a drain a dial that is cut is taken to be its consequence. Load
+// balancers are told to notice a node's end within about 8 s.
+const afterDrain = 10 * time.Second
 
 // sleep waits for d, and reports false if ctx ends first or would.
 func sleep(ctx context.Context, d time.Duration) bool {

@@ -293,6 +293,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 		w.nowhere.Store(false)
 		return events
 	}
+	w.noticed.Store(now())
 	m := &marks{of: of, listed: w.listed(of)}
 	for id, n := range w.nodes {
 		if of[id] == nil && id != 0 {

@@ -263,7 +263,9 @@ func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observabl
 			count.draining++
 		}
 	}
-	node := func(n int64, s string) { o.ObserveInt64(nodes, n, metric.WithAttributes(cluster, attribute.String("state", s))) }
+	node := func(n int64, s string) {
+		o.ObserveInt64(nodes, n, metric.WithAttributes(cluster, attribute.String("state", s)))
+	}
 	node(count.active, "active")
 	node(count.draining, "draining")
 	node(count.decommissioning, "decommissioning")

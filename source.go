@@ -56,7 +56,7 @@ type answer struct {
 // question is what a poll is to ask.
 type question struct {
 	due    sourceSet
-	verify bool           // the stamp's rule
+	verify bool            // the stamp's rule
 	pgx    *pgx.ConnConfig // of the connector whose role asks
 	marks  *marks
 }

@@ -314,4 +314,3 @@ func nodeIDGauge(line string) (nodeID, bool) {
 	}
 	return nodeID(f), true
 }
-

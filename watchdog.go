@@ -23,22 +23,23 @@ type watchdog struct {
 	marks   atomic.Pointer[marks] // nil: no node is marked. The one thing that the hot path looks at
 	rule    atomic.Uint32         // rule*: whether the PIDs of this cluster tell the node
 	pace    pace
-	nowhere atomic.Bool // said that there is nowhere to go
+	nowhere atomic.Bool  // said that there is nowhere to go
+	noticed atomic.Int64 // now(), when a source last said that a node leaves
 
 	wake  chan struct{} // a source has something new: poll
 	wakes chan struct{} // the marks have changed: sweep
 
 	mu      sync.Mutex
-	members []*Connector                         // guarded by mu
-	conns   int                                  // guarded by mu
-	nodes   map[nodeID]*nodeInfo                 // guarded by mu; 0 has the connections without a stamp
-	notices map[nodeID]*[numSources]*notice      // guarded by mu
-	drains  map[nodeID]*drain                    // guarded by mu
-	cleared map[nodeID]int64                     // gossip's epoch at which the node came back; guarded by mu
-	addrs   addrBook                             // guarded by mu
-	sources [numSources]sourceStatus             // guarded by mu
-	stop    context.CancelFunc                   // nil while no worker runs; guarded by mu
-	done    chan struct{}                        // closed when the worker has ended; guarded by mu
+	members []*Connector                    // guarded by mu
+	conns   int                             // guarded by mu
+	nodes   map[nodeID]*nodeInfo            // guarded by mu; 0 has the connections without a stamp
+	notices map[nodeID]*[numSources]*notice // guarded by mu
+	drains  map[nodeID]*drain               // guarded by mu
+	cleared map[nodeID]int64                // gossip's epoch at which the node came back; guarded by mu
+	addrs   addrBook                        // guarded by mu
+	sources [numSources]sourceStatus        // guarded by mu
+	stop    context.CancelFunc              // nil while no worker runs; guarded by mu
+	done    chan struct{}                   // closed when the worker has ended; guarded by mu
 }
 
 const (
@@ -264,7 +265,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 		w.mu.Lock()
 		events := w.expire(t)
 		idle := w.conns == 0
-		if idle {
+		if idle && w.stop != nil {
 			w.stop()
 			w.stop = nil // the next connection starts another worker
 		}

@@ -107,10 +107,11 @@ type Config struct {
 	// Faults is what every node does wrong; see Node.SetFaults.
 	Faults Faults
 
-	// OnStep is called when a node enters a step of its drain, before the effects
-	// that take time, and with Serving when it starts or its drain is cancelled.
-	// The drain waits for it. It must not call Drain, Stop, Start, Undrain,
-	// Kill or Restart of the same node.
+	// OnStep is called when a node has entered a step of its drain, and the drain
+	// waits for it. In Closing, every session has been told by then, and idle ones
+	// are about to close. It is called with Serving when the node starts again or
+	// its drain is cancelled. It must not wait for a method of the same node that
+	// ends the drain.
 	OnStep func(*Node, Step)
 }
 
@@ -153,7 +154,8 @@ const (
 	Refusing
 	// JobsWait is step 2b, which only exists with Settings.JobsTimeout.
 	JobsWait
-	// Closing is step 3: idle connections are closed, busy ones when they end.
+	// Closing is step 3: idle connections are closed, busy ones when they end. The
+	// drain's request is in every session's queue when the step is entered.
 	Closing
 	// Cancelling is step 3b, the deadline. It is skipped when no session is left.
 	Cancelling

@@ -31,7 +31,8 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 	}
 	incarnation := n.ctx
 	n.undrain = cancel
-	n.drain = &DrainResult{}
+	counters := &DrainResult{}
+	n.drain = counters
 	n.mu.Unlock()
 	stop := context.AfterFunc(incarnation, func() { cancel(errDown) })
 	defer stop()
@@ -46,10 +47,10 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 	}
 	err := func() error {
 		// Step 0 and step 1, a fixed sleep.
-		if err := n.enter(ctx, Announced); err != nil {
+		if err := n.enter(ctx, incarnation, Announced); err != nil {
 			return err
 		}
-		if err := n.enter(ctx, Unready); err != nil {
+		if err := n.enter(ctx, incarnation, Unready); err != nil {
 			return err
 		}
 		err := sleep(ctx, set.InitialWait)
@@ -58,7 +59,7 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 			return err
 		}
 		// Step 2 refuses connections whatever the timeout, and ends early.
-		if err := n.enter(ctx, Refusing); err != nil {
+		if err := n.enter(ctx, incarnation, Refusing); err != nil {
 			return err
 		}
 		err = n.awaitEmpty(ctx, set.ConnectionsTimeout)
@@ -67,7 +68,7 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 			return err
 		}
 		if set.JobsTimeout > 0 {
-			if err := n.enter(ctx, JobsWait); err != nil {
+			if err := n.enter(ctx, incarnation, JobsWait); err != nil {
 				return err
 			}
 			err = sleep(ctx, set.JobsTimeout)
@@ -78,16 +79,13 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 		}
 		// Step 3 puts a drain request into every session's queue; 3b cancels what is
 		// left, and cuts what is left of that.
-		if err := n.enter(ctx, Closing); err != nil {
+		if err := n.enter(ctx, incarnation, Closing); err != nil {
 			return err
-		}
-		for _, s := range n.sessions() {
-			s.requestDrain()
 		}
 		err = n.awaitEmpty(ctx, set.TransactionsTimeout)
 		if err == nil {
 			if left := n.sessions(); len(left) > 0 {
-				err = n.enter(ctx, Cancelling)
+				err = n.enter(ctx, incarnation, Cancelling)
 				if err == nil {
 					for _, s := range left {
 						s.cancelSession()
@@ -104,10 +102,10 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 			return err
 		}
 		// Steps 4 and 5. Only now does gossip hear of it.
-		if err := n.enter(ctx, Departed); err != nil {
+		if err := n.enter(ctx, incarnation, Departed); err != nil {
 			return err
 		}
-		err = n.enter(ctx, Flagged)
+		err = n.enter(ctx, incarnation, Flagged)
 		lap(&r.Rest)
 		return err
 	}()
@@ -116,8 +114,10 @@ func (n *Node) Drain(ctx context.Context) DrainResult {
 
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	r.LostIdle, r.LostBusy = n.drain.LostIdle, n.drain.LostBusy
-	n.undrain = nil
+	r.LostIdle, r.LostBusy = counters.LostIdle, counters.LostBusy
+	if n.drain == counters {
+		n.undrain = nil
+	}
 	return r
 }
 
@@ -170,15 +170,26 @@ func (n *Node) WaitStep(ctx context.Context, step Step) error {
 	}
 }
 
-// enter is the next step of the drain.
-func (n *Node) enter(ctx context.Context, step Step) error {
+// enter is the next step of the drain of one incarnation of the node.
+func (n *Node) enter(ctx, incarnation context.Context, step Step) error {
 	n.mu.Lock()
-	if err := context.Cause(ctx); err != nil {
+	err := context.Cause(ctx)
+	if err == nil && (!n.up || n.ctx != incarnation) {
+		err = errDown
+	}
+	if err != nil {
 		n.mu.Unlock()
 		return err
 	}
 	n.step = step
-	if step == Flagged {
+	switch step {
+	case Closing:
+		for s, admitted := range n.conns {
+			if admitted {
+				s.requestDrain()
+			}
+		}
+	case Flagged:
 		n.gossipLocked(func(l *liveness) { l.draining = true })
 	}
 	n.changedLocked()

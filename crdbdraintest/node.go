@@ -17,7 +17,7 @@ import (
 type Node struct {
 	c        *Cluster
 	id       int
-	addr     string
+	addr     string // the SQL listener's; never changes
 	httpAddr string
 	release  []func()
 	faults   atomic.Pointer[Faults]
@@ -115,6 +115,7 @@ func (n *Node) startLocked() {
 	n.conns = map[*session]bool{}
 	n.open = 0
 	n.step = Serving
+	n.drain, n.undrain = nil, nil
 	n.epoch++
 	n.started = time.Now()
 	n.gossipLocked(func(l *liveness) { l.epoch, l.draining, l.live = n.epoch, false, true })
@@ -237,18 +238,22 @@ func (n *Node) Start() {
 	if n.c.ctx.Err() != nil {
 		return
 	}
-	n.mu.Lock()
-	defer func() {
-		n.mu.Unlock()
+	if n.restartProcess() {
 		n.onStep(Serving)
-	}()
+	}
+}
+
+func (n *Node) restartProcess() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	if n.up {
-		return
+		return false
 	}
 	if n.life[len(n.life)-1].membership == "decommissioned" {
 		panic("crdbdraintest: node " + strconv.Itoa(n.id) + " has been decommissioned and cannot rejoin; see Cluster.AddNode")
 	}
 	n.startLocked()
+	return true
 }
 
 // Restart is Drain, the end of the process, and Start. If the drain does not

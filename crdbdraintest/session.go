@@ -56,6 +56,7 @@ type session struct {
 	ending     bool // woken to say 57P01 and go
 	cancelled  bool // by the deadline of a drain
 	counted    bool // as lost
+	gone       bool // cut: nothing more is read or executed
 	cancelStmt context.CancelCauseFunc
 }
 
@@ -117,6 +118,9 @@ func (s *session) close() {
 
 // cut closes the socket under the session.
 func (s *session) cut(rst bool) {
+	s.mu.Lock()
+	s.gone = true
+	s.mu.Unlock()
 	if l, ok := s.raw.(interface{ SetLinger(int) error }); ok && rst {
 		l.SetLinger(0)
 	}
@@ -279,8 +283,7 @@ func (s *session) startup() error {
 		s.send(&pgproto3.ParameterStatus{Name: name, Value: value})
 	}
 	s.identify(f)
-	s.send(&pgproto3.ReadyForQuery{TxStatus: 'I'})
-	return s.flush()
+	return s.ready()
 }
 
 func (v version) long() string {
@@ -327,7 +330,7 @@ func (s *session) identify(f *Faults) {
 func (s *session) boundary(busy bool) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.ending || s.cancelled {
+	if s.ending || s.cancelled || s.gone {
 		return false
 	}
 	if s.draining {
@@ -340,7 +343,8 @@ func (s *session) boundary(busy bool) bool {
 	return true
 }
 
-// requestDrain puts the drain's request into the session's queue.
+// requestDrain puts the drain's request into the session's queue. The node's mu is
+// held: locks are taken in this order, node before session.
 func (s *session) requestDrain() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -396,16 +400,19 @@ func (s *session) setTx(tx byte) {
 // bye says 57P01 behind what has been produced so far, and counts.
 func (s *session) bye() {
 	s.mu.Lock()
-	counted, busy := s.counted, s.wasBusy
-	s.counted = true
+	gone, counted, busy := s.gone, s.counted, s.wasBusy
+	s.counted = s.counted || !gone
 	s.mu.Unlock()
+	if gone {
+		return
+	}
 	f := s.n.faults.Load()
 	end := f.DrainEnd
 	if end == Keep {
 		end = EndShutdown
 	}
-	s.end(end)
 	s.n.lost(!counted, busy)
+	s.end(end)
 }
 
 func (s *session) end(how End) {
@@ -487,8 +494,12 @@ func (s *session) serve() error {
 	}
 }
 
-// ready sends ReadyForQuery and everything before it in one write.
+// ready sends ReadyForQuery and everything before it in one write. The session
+// is idle before its client can know it.
 func (s *session) ready() error {
+	s.mu.Lock()
+	s.busy = false
+	s.mu.Unlock()
 	s.send(&pgproto3.ReadyForQuery{TxStatus: s.tx})
 	return s.flush()
 }
