@@ -67,6 +67,7 @@ type Connector struct {
 	stdOpts    []stdlib.OptionOpenDB
 
 	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
+	in       atomic.Pointer[instruments]
 	tally    tally
 	closing  sync.WaitGroup // connections being closed in the background
 

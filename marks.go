@@ -69,6 +69,13 @@ func (m *marks) somewhereToGo(t time.Time, interval time.Duration) bool {
 	return false
 }
 
+// overFor reports whether the server has said goodbye to the connections of this one's node and time: it closes them as
+// soon as they are idle, so this one is not to be used again, however short it was idle.
+func (m *marks) overFor(c *conn) bool {
+	mk := m.of[c.stamp()]
+	return mk != nil && mk.over && c.opened.Before(mk.before)
+}
+
 // isMarked reports whether the connection's node is marked.
 func (w *watchdog) isMarked(c *conn) bool {
 	m := w.marks.Load()

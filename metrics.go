@@ -243,7 +243,7 @@ func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observabl
 		if id != 0 && count > 0 {
 			known[id] = struct{}{}
 			if perNodeWanted {
-				o.ObserveInt64(perNode.(metric.Int64Observable), count, metric.WithAttributes(cluster, attribute.Int64("node.id", int64(id))))
+				o.ObserveInt64(perNode, count, metric.WithAttributes(cluster, attribute.Int64("node.id", int64(id))))
 			}
 		}
 	}
@@ -282,7 +282,14 @@ func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observabl
 }
 
 // instruments returns those of the connector's provider.
-func (c *Connector) instruments() *instruments { return instrumentsFor(c.provider) }
+func (c *Connector) instruments() *instruments {
+	in := c.in.Load()
+	if in == nil {
+		in = instrumentsFor(c.provider)
+		c.in.Store(in)
+	}
+	return in
+}
 
 func (w *watchdog) countCulled(c *conn, mk *mark, point cullPoint, observed bool) {
 	in := c.connector.instruments()

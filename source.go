@@ -55,10 +55,10 @@ type answer struct {
 
 // question is what a poll is to ask.
 type question struct {
-	due    sourceSet
-	verify bool            // the stamp's rule
-	pgx    *pgx.ConnConfig // of the connector whose role asks
-	marks  *marks
+	due   sourceSet
+	rule  uint32          // the stamp's, as far as it is known
+	pgx   *pgx.ConnConfig // of the connector whose role asks
+	marks *marks
 }
 
 // pollResult is what it came to.
@@ -104,7 +104,7 @@ func (c *config) enabled() sourceSet {
 func (w *watchdog) ask(t time.Time) question {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	q := question{verify: w.rule.Load() == ruleUnknown, marks: w.marks.Load()}
+	q := question{rule: w.rule.Load(), marks: w.marks.Load()}
 	if len(w.members) > 0 {
 		q.pgx = w.members[0].cfg.pgx
 	}
@@ -126,6 +126,14 @@ func (w *watchdog) take(r pollResult) (again bool) {
 		rule := r.rule
 		events = append(events, func() { w.logRule(rule) })
 		events = append(events, w.remark(t)...)
+	}
+	if failing := r.err != nil && len(r.answers) == 0; failing != w.mute {
+		w.mute = failing
+		if err := r.err; failing {
+			events = append(events, func() {
+				w.log.Warn("crdbdrain: the watchdog cannot connect; which node a connection is on stays unknown", "error", redact(err))
+			})
+		}
 	}
 	for _, a := range r.answers {
 		s := &w.sources[a.source]
@@ -251,7 +259,7 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 			due = append(due, id)
 		}
 	}
-	if len(due) == 0 && !q.verify || q.pgx == nil {
+	if len(due) == 0 && q.rule != ruleUnknown || q.pgx == nil {
 		return r
 	}
 	for try := 0; ; try++ {
@@ -293,8 +301,8 @@ func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r poll
 		}
 		p.side = side
 	}
-	if q.verify {
-		r.rule, p.side.node = verifyRule(ctx, p.side, nodeFromPID(p.side.pg.PID()))
+	if q.rule == ruleUnknown {
+		r.rule, p.side.node = verifyRule(ctx, p.side, p.side.node)
 	}
 	for _, id := range due {
 		start := time.Now()
@@ -483,7 +491,13 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 	if err != nil {
 		return nil, err
 	}
-	side := &sideConn{pg: pg, link: a.link, node: nodeFromPID(pg.PID())}
+	side := &sideConn{pg: pg, link: a.link}
+	switch q.rule {
+	case ruleUnknown, ruleHolds:
+		side.node = nodeFromPID(pg.PID())
+	case ruleAsk:
+		_, side.node = verifyRule(ctx, side, 0)
+	}
 	side.major, side.minor, side.versionKnown = crdbVersion(pg.ParameterStatus("crdb_version"))
 	if cfg.unsafeInternals {
 		// Older servers do not know the variable (42704) and do not need it; one that denies it denies the sources too.

@@ -141,7 +141,7 @@ func (c *conn) ResetSession(ctx context.Context) error {
 			return driver.ErrBadConn
 		}
 	}
-	if m := c.w.marks.Load(); m != nil && (hidden || now()-c.idled.Load() >= int64(sweepIdle)) &&
+	if m := c.w.marks.Load(); m != nil && (hidden || m.overFor(c) || now()-c.idled.Load() >= int64(sweepIdle)) &&
 		c.w.cull(c, m, time.Now(), pointCheckout) == gone {
 		c.bury()
 		return driver.ErrBadConn

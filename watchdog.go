@@ -38,6 +38,7 @@ type watchdog struct {
 	cleared map[nodeID]int64                // gossip's epoch at which the node came back; guarded by mu
 	addrs   addrBook                        // guarded by mu
 	sources [numSources]sourceStatus        // guarded by mu
+	mute    bool                            // the worker has no connection of its own; guarded by mu
 	stop    context.CancelFunc              // nil while no worker runs; guarded by mu
 	done    chan struct{}                   // closed when the worker has ended; guarded by mu
 }
@@ -82,7 +83,7 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	w.mu.Lock()
 	w.members = append(w.members, c)
 	w.mu.Unlock()
-	instrumentsFor(c.provider).watch(w)
+	c.instruments().watch(w)
 	return w
 }
 
@@ -99,9 +100,12 @@ func (r *watchdogs) leave(c *Connector, w *watchdog) {
 	w.members = slices.DeleteFunc(w.members, func(m *Connector) bool { return m == c })
 	last := len(w.members) == 0
 	var done chan struct{}
-	if last && w.stop != nil {
-		w.stop()
-		w.stop, done = nil, w.done
+	if last {
+		if w.stop != nil {
+			w.stop()
+			w.stop, done = nil, w.done
+		}
+		w.marks.Store(nil) // connections still in use go on without
 	}
 	w.mu.Unlock()
 	if last && r.of[w.key] == w {
@@ -111,7 +115,7 @@ func (r *watchdogs) leave(c *Connector, w *watchdog) {
 	if !last {
 		return
 	}
-	instrumentsFor(c.provider).unwatch(w)
+	c.instruments().unwatch(w)
 	if done != nil {
 		<-done
 	}
@@ -128,8 +132,8 @@ func (w *watchdog) add(c *conn, a *attempt) {
 	n.seen.Store(now())
 	w.conns++
 	events := w.cameBack(c)
+	w.addrs.learn(a, id)
 	if stamp := c.stamp(); stamp != 0 {
-		w.addrs.learn(a, stamp)
 		if m := w.marks.Load(); m != nil && m.of[stamp] == nil {
 			for _, mk := range m.of { // there is a way to another node after all
 				mk.node.stuckTimes = 0
@@ -141,6 +145,7 @@ func (w *watchdog) add(c *conn, a *attempt) {
 		}
 	}
 	if w.stop == nil && len(w.members) > 0 {
+		events = append(events, w.expire(time.Now())...) // of a time when there were no connections
 		ctx, cancel := context.WithCancel(context.Background())
 		before, done := w.done, make(chan struct{})
 		w.stop, w.done = cancel, done

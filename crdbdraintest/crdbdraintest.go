@@ -45,8 +45,8 @@
 // # Virtual time
 //
 // With [Config.Memory] the cluster uses no sockets, and can live in a bubble of
-// testing/synctest: give [Cluster.Dial] to pgx as DialFunc, and a drain of
-// minutes takes milliseconds.
+// testing/synctest: start and close it inside the bubble, give [Cluster.Dial] to
+// pgx as DialFunc, and a drain of minutes takes milliseconds.
 package crdbdraintest
 
 import (

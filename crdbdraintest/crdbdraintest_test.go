@@ -39,8 +39,15 @@ func connect(t testing.TB, c *Cluster, dsn string) *pgx.Conn {
 	if err != nil {
 		t.Fatalf("connect: %v", err)
 	}
-	t.Cleanup(func() { conn.Close(context.Background()) })
+	t.Cleanup(func() { hangUp(conn) })
 	return conn
+}
+
+// hangUp closes a connection and waits for what pgx still does for it: after an
+// error it dials once more, for a CancelRequest.
+func hangUp(conn *pgx.Conn) {
+	conn.Close(context.Background())
+	<-conn.PgConn().CleanupDone()
 }
 
 func dial(c *Cluster, dsn string) (*pgx.Conn, error) {
@@ -147,7 +154,7 @@ func TestEveryQueryExecMode(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer conn.Close(ctx)
+			defer hangUp(conn)
 			for range 2 {
 				var one, param int64
 				var txt, node string
@@ -885,7 +892,7 @@ func TestCountersAreExact(t *testing.T) {
 				t.Fatal(err)
 			}
 			wg.Go(func() {
-				defer conn.Close(context.Background())
+				defer hangUp(conn)
 				mode := modes[i%len(modes)]
 				for {
 					_, err := conn.Exec(context.Background(), "INSERT INTO t VALUES (1)", mode)
@@ -912,6 +919,80 @@ func TestCountersAreExact(t *testing.T) {
 		if r.LostIdle+r.LostBusy != 8 {
 			t.Errorf("lost %d+%d of 8", r.LostIdle, r.LostBusy)
 		}
+	}
+}
+
+func TestDisconnect(t *testing.T) {
+	c := start(t, Config{Nodes: 1})
+	n := c.Node(1)
+	proxy := &pgconn.PgError{Severity: "FATAL", Code: "57P01", Message: "terminating connection due to idle timeout"}
+	for _, tc := range []struct {
+		r    Result
+		want string
+	}{
+		{Result{}, "EOF"},
+		{Result{Err: proxy}, "FATAL:57P01 EOF"},
+		{Result{Err: errQueryCanceled, End: EndShutdown}, "ERROR:57014 ERROR:57P01 EOF"},
+	} {
+		idle, inTx := newWire(t, c, n.Addr()), newWire(t, c, n.Addr())
+		idle.want(up)
+		inTx.want(up)
+		inTx.send(query("BEGIN"))
+		inTx.want("BEGIN ZT")
+		if got := n.Disconnect(tc.r); got != 1 {
+			t.Errorf("%d sessions disconnected, not 1", got)
+		}
+		idle.want(tc.want)
+		inTx.send(query("COMMIT"))
+		inTx.want("COMMIT ZI")
+		inTx.send(&pgproto3.Terminate{})
+		inTx.want("EOF")
+	}
+	w := newWire(t, c, n.Addr())
+	w.want(up)
+	n.Disconnect(Result{End: EndRST})
+	w.conn.SetReadDeadline(time.Now().Add(5 * time.Second))
+	if _, err := w.conn.Read(make([]byte, 1)); err == nil || !strings.Contains(err.Error(), "reset") {
+		t.Errorf("read after RST: %v", err)
+	}
+	if s := n.Stats(); s.LostIdle+s.LostBusy != 0 {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestGossipLag(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := Start(Config{Memory: true, Nodes: 2})
+		defer c.Close()
+		time.Sleep(time.Minute) // the cluster is known to all
+		c.Node(1).SetFaults(Faults{GossipLag: 5 * time.Second})
+		root, err := dial(c, as("root", c.Node(1).DSN()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer hangUp(root)
+		c.Node(2).Drain(context.Background())
+		for _, want := range []bool{false, true} {
+			var got bool
+			if err := root.QueryRow(context.Background(), "SELECT draining FROM crdb_internal.gossip_liveness WHERE node_id = 2").Scan(&got); err != nil || got != want {
+				t.Errorf("draining %v, %v; want %v", got, err, want)
+			}
+			time.Sleep(6 * time.Second)
+		}
+	})
+}
+
+func TestUpgrade(t *testing.T) {
+	c := start(t, Config{Nodes: 1, Version: "v25.4.0"})
+	n := c.Node(1)
+	n.SetVersion("v26.1.0")
+	const sql = "SELECT id FROM system.sql_instances"
+	if _, err := connect(t, c, as("root", n.DSN())).Exec(t.Context(), sql); err != nil {
+		t.Errorf("before the restart: %v", err)
+	}
+	n.Restart(t.Context())
+	if _, err := connect(t, c, as("root", n.DSN())).Exec(t.Context(), sql); code(err) != "42501" {
+		t.Errorf("after it: %v", err)
 	}
 }
 
@@ -948,7 +1029,7 @@ func TestThousandsOfConnections(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { conn.Close(context.Background()) })
+		t.Cleanup(func() { hangUp(conn) })
 	}
 	if r := n.Drain(t.Context()); r.LostIdle != 3000 || r.Duration > 5*time.Second {
 		t.Errorf("%+v", r)
@@ -991,8 +1072,8 @@ func TestVirtualTime(t *testing.T) {
 		} else {
 			conn.Close(ctx)
 		}
-		idle.Close(ctx)
-		busy.Close(ctx)
+		hangUp(idle)
+		hangUp(busy)
 	})
 }
 

@@ -257,14 +257,15 @@ func (b *LoadBalancer) check() {
 func (b *LoadBalancer) probe(n *Node, timeout time.Duration) bool {
 	ctx, cancel := context.WithTimeout(b.c.ctx, timeout)
 	defer cancel()
-	conn, err := b.c.net.dial(ctx, "tcp", n.httpAddr)
+	raw, err := b.c.net.dial(ctx, "tcp", n.httpAddr)
 	if err != nil {
 		return false
 	}
-	defer conn.Close()
-	defer context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })()
+	defer raw.Close()
+	defer context.AfterFunc(ctx, func() { raw.SetDeadline(time.Unix(1, 0)) })()
+	conn := raw
 	if b.c.cfg.TLS != nil {
-		conn = tls.Client(conn, &tls.Config{InsecureSkipVerify: true}) // as HAProxy's "verify none"
+		conn = tls.Client(raw, &tls.Config{InsecureSkipVerify: true}) // as HAProxy's "verify none"
 	}
 	if _, err := io.WriteString(conn, "GET /health?ready=1 HTTP/1.0\r\n\r\n"); err != nil {
 		return false

@@ -265,6 +265,20 @@ func (n *Node) Restart(ctx context.Context) DrainResult {
 	return r
 }
 
+// Disconnect ends the sessions that are idle outside a transaction, without a
+// drain, as an idle timeout or a proxy does: with r.Err, if not nil, and then as
+// r.End says, EndFIN if it is Keep. It returns how many sessions it ends; they
+// are not counted as lost.
+func (n *Node) Disconnect(r Result) int {
+	count := 0
+	for _, s := range n.sessions() {
+		if s.disconnect(r) {
+			count++
+		}
+	}
+	return count
+}
+
 // Decommission sets the node's membership to decommissioning, which gossip
 // tells at once. Operators do it minutes to hours before they drain the node.
 func (n *Node) Decommission() { n.setMembership("decommissioning") }
@@ -278,9 +292,9 @@ func (n *Node) setMembership(m string) {
 	n.gossipLocked(func(l *liveness) { l.membership = m })
 }
 
-// Hang(true) freezes the process: connections are still accepted, by its kernel,
-// but nothing is answered, over SQL or HTTP. Hang(false) lets it go on where it
-// was.
+// Hang freezes the process, or lets it go on where it was. While it hangs,
+// connections are still accepted, by its kernel, but nothing is answered, over
+// SQL or HTTP.
 func (n *Node) Hang(hang bool) {
 	if !hang {
 		if ch := n.hung.Swap(nil); ch != nil {
@@ -324,7 +338,7 @@ func (n *Node) accept(ctx context.Context, l net.Listener) {
 			if ctx.Err() != nil || isClosed(err) {
 				return
 			}
-			time.Sleep(5 * time.Millisecond) // out of descriptors, say
+			sleep(ctx, 5*time.Millisecond) // out of descriptors, say
 			continue
 		}
 		s := newSession(ctx, n, conn)

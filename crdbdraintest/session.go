@@ -47,16 +47,17 @@ type session struct {
 	scratch []byte
 
 	mu         sync.Mutex
-	tx         byte // 'I', 'T', 'E'; written by the owner. guarded by mu, like all below
-	implicit   bool // extended protocol: executed something since the last Sync outside a transaction
-	busy       bool // a message is being processed
-	draining   bool // the drain's request is in the queue
-	seen       bool // the session has met it, in a transaction
-	wasBusy    bool // when it came
-	ending     bool // woken to say 57P01 and go
-	cancelled  bool // by the deadline of a drain
-	counted    bool // as lost
-	gone       bool // cut: nothing more is read or executed
+	tx         byte    // 'I', 'T', 'E'; written by the owner. guarded by mu, like all below
+	implicit   bool    // extended protocol: executed something since the last Sync outside a transaction
+	busy       bool    // a message is being processed
+	draining   bool    // the drain's request is in the queue
+	seen       bool    // the session has met it, in a transaction
+	wasBusy    bool    // when it came
+	ending     bool    // woken to say 57P01 and go
+	bare       *Result // to say this instead
+	cancelled  bool    // by the deadline of a drain
+	counted    bool    // as lost
+	gone       bool    // cut: nothing more is read or executed
 	cancelStmt context.CancelCauseFunc
 }
 
@@ -73,7 +74,6 @@ type portal struct {
 	started bool
 	rest    [][]any // rows not sent yet
 	cols    []column
-	sent    int
 	tag     string
 }
 
@@ -101,7 +101,7 @@ func (s *session) run() {
 	if err == nil {
 		err = s.serve()
 	}
-	if err == errBye {
+	if errors.Is(err, errBye) {
 		s.bye()
 	}
 }
@@ -376,6 +376,21 @@ func (s *session) cancelSession() {
 	s.wake()
 }
 
+// disconnect ends the session without a drain, if it is idle.
+func (s *session) disconnect(r Result) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ending || s.gone || s.busy || s.tx != 'I' || s.implicit {
+		return false
+	}
+	if r.End == Keep {
+		r.End = EndFIN
+	}
+	s.bare = &r
+	s.wake()
+	return true
+}
+
 // withdrawDrain takes the drain's request back, unless it is too late.
 func (s *session) withdrawDrain() {
 	s.mu.Lock()
@@ -400,10 +415,17 @@ func (s *session) setTx(tx byte) {
 // bye says 57P01 behind what has been produced so far, and counts.
 func (s *session) bye() {
 	s.mu.Lock()
-	gone, counted, busy := s.gone, s.counted, s.wasBusy
+	gone, bare, counted, busy := s.gone, s.bare, s.counted, s.wasBusy
 	s.counted = s.counted || !gone
 	s.mu.Unlock()
 	if gone {
+		return
+	}
+	if bare != nil {
+		if bare.Err != nil {
+			s.sendError(bare.Err)
+		}
+		s.end(bare.End)
 		return
 	}
 	f := s.n.faults.Load()
@@ -524,7 +546,7 @@ func (s *session) query(sql string) error {
 	for _, st := range sts {
 		out, err := s.execute(st, nil, nil)
 		if err != nil {
-			pe, ok := err.(*pgconn.PgError)
+			pe, ok := errors.AsType[*pgconn.PgError](err)
 			if !ok {
 				return err
 			}
@@ -539,7 +561,7 @@ func (s *session) query(sql string) error {
 		}
 		s.sendRows(out.rows, out.cols, nil)
 		if err := s.complete(out); err != nil {
-			pe, ok := err.(*pgconn.PgError)
+			pe, ok := errors.AsType[*pgconn.PgError](err)
 			if !ok {
 				return err
 			}
@@ -589,7 +611,7 @@ func (s *session) fail(e *pgconn.PgError) {
 
 // extended ends a message of the extended protocol: an error skips to Sync.
 func (s *session) extended(err error) error {
-	pe, ok := err.(*pgconn.PgError)
+	pe, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {
 		return err
 	}

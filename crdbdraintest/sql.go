@@ -27,13 +27,13 @@ var errAborted = &pgconn.PgError{Code: "25P02", Message: "current transaction is
 // execute executes a statement. The error is a *pgconn.PgError, which is the
 // statement's answer, or errEnd.
 func (s *session) execute(st *stmt, args []any, described []column) (outcome, error) {
+	if s.tx == 'E' && !st.endsTx() && st.kind != kindEmpty {
+		return outcome{}, errAborted
+	}
 	s.n.count(func(t *Stats) {
 		t.Executed++
 		t.Statements[st.text]++
 	})
-	if s.tx == 'E' && !st.endsTx() && st.kind != kindEmpty {
-		return outcome{}, errAborted
-	}
 	cfg := &s.n.c.cfg
 	timeout := s.statementTimeout()
 	ctx := s.ctx
@@ -76,8 +76,8 @@ func (s *session) execute(st *stmt, args []any, described []column) (outcome, er
 		out, err = s.builtin(ctx, st, args, described)
 	}
 	if cause := context.Cause(ctx); cause != nil {
-		var pe *pgconn.PgError
-		if !errors.As(cause, &pe) {
+		pe, ok := errors.AsType[*pgconn.PgError](cause)
+		if !ok {
 			return outcome{}, errEnd // the connection was cut
 		}
 		return outcome{}, pe
@@ -317,14 +317,14 @@ func (s *session) setVars(params map[string]string) {
 		}
 		name, value, ok := strings.Cut(strings.TrimLeft(strings.TrimPrefix(f, "-c"), "-"), "=")
 		if ok {
-			s.set(strings.ToLower(name), value)
+			_ = s.set(strings.ToLower(name), value)
 		}
 	}
 	for name, value := range params {
 		switch name {
 		case "user", "database", "options":
 		default:
-			s.set(strings.ToLower(name), value)
+			_ = s.set(strings.ToLower(name), value)
 		}
 	}
 }

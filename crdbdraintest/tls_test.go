@@ -76,7 +76,7 @@ func TestTLS(t *testing.T) {
 	}
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true}}
 	res, err := client.Get(n.HTTPURL() + "/health?ready=1")
-	if err != nil || res.StatusCode != 503 {
+	if err != nil || res.StatusCode != http.StatusServiceUnavailable {
 		t.Fatalf("%v %v", res, err)
 	}
 	res.Body.Close()
@@ -92,7 +92,7 @@ func TestCloseEndsWhatHangs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Close(context.Background())
+	defer hangUp(conn)
 	for _, n := range c.Nodes() {
 		n.Hang(true)
 	}
