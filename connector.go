@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql/driver"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"math/rand/v2"
@@ -68,6 +69,9 @@ type Connector struct {
 
 	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
 	in       atomic.Pointer[instruments]
+	spares   spares
+	ctx      context.Context // ends with the connector; for what it does in the background
+	cancel   context.CancelFunc
 	tally    tally
 	closing  sync.WaitGroup // connections being closed in the background
 
@@ -95,6 +99,7 @@ func NewConnector(cc *pgx.ConnConfig, opts ...Option) (*Connector, error) {
 
 func newConnector(cfg *config, opts ...Option) *Connector {
 	c := &Connector{cfg: cfg, log: slog.New(slog.DiscardHandler), provider: otel.GetMeterProvider()}
+	c.ctx, c.cancel = context.WithCancel(context.Background())
 	for _, o := range opts {
 		o(c)
 	}
@@ -184,36 +189,45 @@ func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 	if c.cfg.mode == modeOff {
 		return stdlib.GetConnector(*c.cfg.pgx, c.stdOpts...).Connect(ctx)
 	}
-	dc, err := c.dial(ctx)
+	if s := c.takeSpare(); s != nil {
+		return newConn(s), nil
+	}
+	s, err := c.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return newConn(s), nil
+}
+
+// connect opens a session by Connect's rules.
+func (c *Connector) connect(ctx context.Context) (*session, error) {
+	s, err := c.dial(ctx)
 	for try := 0; err != nil && try < maxRefused && (isRefusal(err) || c.cutByDrain(err)); try++ {
 		wait := firstRefusal << try
 		if !sleep(ctx, wait-rand.N(wait/2)) {
 			return nil, err
 		}
-		dc, err = c.dial(ctx)
+		s, err = c.dial(ctx)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if dc.w == nil {
-		return dc, nil
-	}
 	for range maxSteer {
-		if !dc.w.shouldSteer(dc) {
-			return dc, nil
+		if s.w == nil || !s.w.shouldSteer(s) {
+			return s, nil
 		}
 		other, err := c.dial(ctx)
 		if err != nil {
-			return dc, nil //nolint:nilerr // a connection to a marked node is better than none
+			return s, nil //nolint:nilerr // a connection to a marked node is better than none
 		}
 		c.countSteered()
-		dc.discard()
-		if dc = other; dc.w == nil {
-			return dc, nil
-		}
+		s.discard()
+		s = other
 	}
-	dc.w.keptMarked(dc)
-	return dc, nil
+	if s.w != nil {
+		s.w.keptMarked(s)
+	}
+	return s, nil
 }
 
 // cutByDrain reports whether a dial ended without a word while a node drains or has just drained: a load balancer sends
@@ -251,18 +265,18 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// dial opens one connection through pgx, stamps it and enters it with the watchdog.
-func (c *Connector) dial(ctx context.Context) (*conn, error) {
+// dial opens one session through pgx, stamps it and enters it with the watchdog.
+func (c *Connector) dial(ctx context.Context) (*session, error) {
 	a := &attempt{start: time.Now()}
 	w := c.watchdog.Load()
-	cc := *c.cfg.pgx
 	var marked map[string]bool
 	if w != nil {
 		marked = w.markedHosts()
 	}
+	cc := *c.cfg.pgx
 	orderHosts(&cc.Config, c.cfg.hostOrder, marked)
-	dc := &conn{connector: c, opened: a.start}
-	opts := append([]stdlib.OptionOpenDB{stdlib.OptionShouldPing(dc.shouldPing)}, c.stdOpts...)
+	s := &session{connector: c, opened: a.start}
+	opts := append([]stdlib.OptionOpenDB{stdlib.OptionShouldPing(s.shouldPing)}, c.stdOpts...)
 	std, err := stdlib.GetConnector(cc, opts...).Connect(context.WithValue(ctx, attemptKey{}, a))
 	if w != nil && len(a.refused) > 0 {
 		w.heardRefusals(a)
@@ -271,44 +285,53 @@ func (c *Connector) dial(ctx context.Context) (*conn, error) {
 		c.countRefused(a, err)
 	}
 	if err != nil {
+		if w != nil && sqlState(err) == stateTooManyConnections {
+			w.full()
+		}
 		if a.link != nil {
 			_ = a.link.Conn.Close() // pgx leaves the socket open when an OptionAfterConnect fails
 		}
 		return nil, err
 	}
-	dc.stdConn = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
-	dc.pg = dc.Conn().PgConn()
-	version := dc.pg.ParameterStatus("crdb_version")
-	l, ok := dc.pg.Conn().(*link)
+	s.std = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
+	s.pg = s.std.Conn().PgConn()
+	version := s.pg.ParameterStatus("crdb_version")
+	l, ok := s.pg.Conn().(*link)
 	if version == "" || !ok {
-		return dc, nil // PostgreSQL, or a pooler that hides CockroachDB
+		return s, nil // PostgreSQL, or a pooler that hides CockroachDB
 	}
 	if w = c.attach(); w == nil {
-		return dc, nil // closed meanwhile
+		return s, nil // closed meanwhile
 	}
-	dc.link, dc.w = l, w
-	dc.id = nodeFromPID(dc.pg.PID())
+	s.link = l
+	s.id = nodeFromPID(s.pg.PID())
 	if w.rule.Load() == ruleAsk {
-		dc.id, dc.asked = askNodeID(ctx, dc.pg)
-		if dc.pg.IsClosed() {
-			return nil, errors.Join(ctx.Err(), errors.New("crdbdrain: the connection was lost while its node was asked for"))
+		if s.id, err = askNodeID(ctx, s.pg); s.pg.IsClosed() {
+			return nil, fmt.Errorf("crdbdrain: the connection was lost while its node was asked for: %w", err)
 		}
+		s.asked = err == nil
 	}
-	w.add(dc, a)
-	l.conn.Store(dc)
-	return dc, nil
+	s.w = w
+	w.add(s, a)
+	l.session.Store(s)
+	return s, nil
 }
 
 // askNodeID asks the server for its node ID, on a connection that nobody has yet. It is for clusters behind a proxy that
 // puts its own values into BackendKeyData.
-func askNodeID(ctx context.Context, pg *pgconn.PgConn) (nodeID, bool) {
+func askNodeID(ctx context.Context, pg *pgconn.PgConn) (nodeID, error) {
 	ctx, cancel := context.WithTimeout(ctx, maxPing)
 	defer cancel()
 	results, err := pg.Exec(ctx, sqlShowNodeID).ReadAll()
-	if err != nil || len(results) != 1 || len(results[0].Rows) != 1 || len(results[0].Rows[0]) != 1 {
-		return 0, false
+	if err != nil {
+		return 0, err
 	}
-	return parseNodeID(string(results[0].Rows[0][0]))
+	if len(results) == 1 && len(results[0].Rows) == 1 && len(results[0].Rows[0]) == 1 {
+		if id, ok := parseNodeID(string(results[0].Rows[0][0])); ok {
+			return id, nil
+		}
+	}
+	return 0, errors.New("no node ID")
 }
 
 // orderHosts puts the hosts into the order in which pgx is to try them: at random (crdbdrain_host_order), those known to
@@ -409,8 +432,10 @@ func (c *Connector) Close() error {
 	first := !c.closed
 	c.closed = true
 	c.mu.Unlock()
+	c.cancel()
 	if w := c.watchdog.Load(); w != nil && first {
 		registry.leave(c, w)
+		c.tendSpares(false, time.Now())
 	}
 	c.closing.Wait()
 	return nil

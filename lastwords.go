@@ -20,9 +20,9 @@ import (
 type link struct {
 	net.Conn
 
-	conn    atomic.Pointer[conn] // set once the connection is known to be CockroachDB's
-	attempt *attempt             // the dial that made it
-	peeker  *peeker              // nil where the socket cannot be looked at
+	session atomic.Pointer[session] // set once the server is known to be CockroachDB
+	attempt *attempt                // the dial that made it
+	peeker  *peeker                 // nil where the socket cannot be looked at
 
 	replied atomic.Bool   // since the request began, a reply came that execution may have produced
 	wrote   atomic.Bool   // since the request began, the kernel took a byte of it
@@ -64,7 +64,7 @@ func (l *link) Write(p []byte) (int, error) {
 	if n > 0 {
 		l.wrote.Store(true)
 	}
-	if err != nil && l.conn.Load() != nil && peerGone(err) {
+	if err != nil && l.session.Load() != nil && peerGone(err) {
 		if !l.wrote.Load() {
 			l.unsent.Store(true)
 		}
@@ -140,8 +140,8 @@ func (l *link) goodbye() {
 	if !l.words.CompareAndSwap(goodbyeNone, said) {
 		return
 	}
-	if c := l.conn.Load(); c != nil {
-		c.w.heardGoodbye(c)
+	if s := l.session.Load(); s != nil {
+		s.w.heardGoodbye(s)
 	}
 }
 

@@ -12,7 +12,11 @@ import (
 type pace struct {
 	mu      sync.Mutex
 	limiter *rate.Limiter // guarded by mu; its own lock does not cover changing the limit and taking a token together
+	latest  time.Time     // guarded by mu; the last moment at which a token was asked for
 }
+
+// maxStale is how old a caller's reading of the clock may be: the scheduler can stop it between the reading and its use.
+const maxStale = 500 * time.Millisecond
 
 // token is one that was taken, to be given back if it turns out not to be needed. The zero token is none.
 type token struct{ *rate.Reservation }
@@ -23,13 +27,20 @@ func (k token) giveBack(now time.Time) {
 	}
 }
 
-// take takes a token if there is one at now. gap is the time between two tokens; 0 is no pacing.
+// take takes a token if there is one at now. gap is the time between two tokens; 0 is no pacing. A caller who meets
+// another gets none: in a queue for the lock, hundreds of returning connections would wait for milliseconds.
 func (p *pace) take(now time.Time, gap time.Duration) (token, bool) {
 	if gap <= 0 {
 		return token{}, true
 	}
-	p.mu.Lock()
+	if !p.mu.TryLock() {
+		return token{}, false
+	}
 	defer p.mu.Unlock()
+	if age := p.latest.Sub(now); age > 0 && age < maxStale {
+		now = p.latest // the limiter would go back with the reading, and count the time since a second time
+	}
+	p.latest = now
 	if p.limiter == nil {
 		p.limiter = rate.NewLimiter(rate.Every(gap), 1)
 	}
@@ -55,6 +66,7 @@ const defaultWindow = 10 * time.Second
 type leaving struct {
 	conns int
 	left  time.Duration
+	least float64 // culls per second that spread evenly those of the beginning
 }
 
 // timeLeft returns how much of the time in which connections should leave is left at now. Once it is used up, the rest
@@ -64,13 +76,20 @@ func timeLeft(now, noticed time.Time, window time.Duration) time.Duration {
 	return max(target.Sub(now), window/10)
 }
 
+// evenly returns the culls per second at which conns connections leave in the time they have.
+func evenly(conns int, window time.Duration) float64 {
+	return float64(conns) / (window.Seconds() * windowShare)
+}
+
 // gap returns the time between two culls: the stagger, or less where the connections would otherwise not all have left
-// their nodes in the time that is left. A stagger of 0 is no pacing.
+// their nodes in the time that is left. The last ones leave no slower than the first: what is left of the time does not
+// fall below a tenth of the window, and the need, measured by it alone, would die away and never end. A stagger of 0 is
+// no pacing.
 func gap(stagger time.Duration, nodes []leaving) time.Duration {
 	perSecond := 0.0
 	for _, n := range nodes {
 		if n.conns > 0 {
-			perSecond += float64(n.conns) / max(n.left, time.Millisecond).Seconds()
+			perSecond += max(float64(n.conns)/max(n.left, time.Millisecond).Seconds(), n.least)
 		}
 	}
 	if perSecond == 0 {

@@ -164,18 +164,18 @@ func TestGiveBack(t *testing.T) {
 	}
 }
 
-// A shorter gap takes effect at once, with what has already been waited for.
+// A shorter gap takes effect at once; what has been waited for so far counts by the old one.
 func TestPaceChangesUnderway(t *testing.T) {
 	var p pace
 	p.take(aMoment, 10*time.Second)
-	if _, ok := p.take(aMoment.Add(5*time.Second), 10*time.Second); ok {
-		t.Fatal("a token after half the gap")
-	}
-	if _, ok := p.take(aMoment.Add(5*time.Second+50*time.Millisecond), 100*time.Millisecond); !ok {
-		t.Error("no token half a new gap after half the old one")
-	}
-	if _, ok := p.take(aMoment.Add(5*time.Second+100*time.Millisecond), 100*time.Millisecond); ok {
-		t.Error("two tokens in 50 ms at one per 100 ms")
+	half := aMoment.Add(5 * time.Second)
+	for _, tt := range []struct {
+		after time.Duration
+		want  bool
+	}{{0, false}, {49 * time.Millisecond, false}, {51 * time.Millisecond, true}, {100 * time.Millisecond, false}, {152 * time.Millisecond, true}} {
+		if _, ok := p.take(half.Add(tt.after), 100*time.Millisecond); ok != tt.want {
+			t.Errorf("%v after the gap became 100 ms, half of 10 s gone: %v, want %v", tt.after, ok, tt.want)
+		}
 	}
 }
 
@@ -188,17 +188,19 @@ func TestGap(t *testing.T) {
 		want    time.Duration
 	}{
 		{"no node", stagger, nil, stagger},
-		{"no connection", stagger, []leaving{{0, time.Second}}, stagger},
-		{"a negative number", stagger, []leaving{{-3, time.Second}}, stagger},
-		{"time enough", stagger, []leaving{{2, 10 * time.Second}}, stagger},
-		{"just enough", stagger, []leaving{{20, 10 * time.Second}}, stagger},
-		{"H07: 100 in 6 s", stagger, []leaving{{100, 6 * time.Second}}, 60 * time.Millisecond},
-		{"two nodes share the pace", stagger, []leaving{{10, time.Second}, {10, time.Second}}, 50 * time.Millisecond},
-		{"the slow one adds little", stagger, []leaving{{10, time.Second}, {1, 10 * time.Second}}, 99009900 * time.Nanosecond},
-		{"no time left", stagger, []leaving{{10, 0}}, 100 * time.Microsecond},
-		{"less than none", stagger, []leaving{{10, -time.Hour}}, 100 * time.Microsecond},
-		{"no pacing", 0, []leaving{{10, time.Second}}, 0},
-		{"a stagger shorter than the need", time.Millisecond, []leaving{{10, time.Second}}, time.Millisecond},
+		{"no connection", stagger, []leaving{{conns: 0, left: time.Second}}, stagger},
+		{"a negative number", stagger, []leaving{{conns: -3, left: time.Second}}, stagger},
+		{"time enough", stagger, []leaving{{conns: 2, left: 10 * time.Second}}, stagger},
+		{"just enough", stagger, []leaving{{conns: 20, left: 10 * time.Second}}, stagger},
+		{"H07: 128 in 4 s", stagger, []leaving{{128, 4 * time.Second, evenly(100, 10*time.Second)}}, 31250 * time.Microsecond},
+		{"the last one of 60 in 6 s", stagger, []leaving{{1, time.Second, evenly(60, 10*time.Second)}}, 100 * time.Millisecond},
+		{"none of 60 is left", stagger, []leaving{{0, time.Second, evenly(60, 10*time.Second)}}, stagger},
+		{"two nodes share the pace", stagger, []leaving{{conns: 10, left: time.Second}, {conns: 10, left: time.Second}}, 50 * time.Millisecond},
+		{"the slow one adds little", stagger, []leaving{{conns: 10, left: time.Second}, {conns: 1, left: 10 * time.Second}}, 99009900 * time.Nanosecond},
+		{"no time left", stagger, []leaving{{conns: 10, left: 0}}, 100 * time.Microsecond},
+		{"less than none", stagger, []leaving{{conns: 10, left: -time.Hour}}, 100 * time.Microsecond},
+		{"no pacing", 0, []leaving{{conns: 10, left: time.Second}}, 0},
+		{"a stagger shorter than the need", time.Millisecond, []leaving{{conns: 10, left: time.Second}}, time.Millisecond},
 	} {
 		if got := gap(tt.stagger, tt.nodes); got != tt.want {
 			t.Errorf("%s: gap = %v, want %v", tt.name, got, tt.want)
@@ -232,7 +234,7 @@ func TestH01H07ConnectionsLeaveInTime(t *testing.T) {
 		var took []time.Duration
 		for at := time.Duration(0); at < 2*window && left > 0; at += step {
 			t := aMoment.Add(at)
-			if _, ok := p.take(t, gap(stagger, []leaving{{left, timeLeft(t, aMoment, window)}})); ok {
+			if _, ok := p.take(t, gap(stagger, []leaving{{left, timeLeft(t, aMoment, window), evenly(conns, window)}})); ok {
 				left--
 				took = append(took, at)
 			}
@@ -270,14 +272,15 @@ func TestH07TheStaggerAloneIsTooSlow(t *testing.T) {
 		t.Errorf("%d culls in 25 s at the stagger alone, want 50 of 100", n)
 	}
 	var q pace
-	got := 0
-	for at := time.Duration(0); at < 25*time.Second; at += time.Millisecond {
+	const window = 30 * time.Second
+	got, last := 0, time.Duration(0)
+	for at := time.Duration(0); at < window && got < 100; at += time.Millisecond {
 		now := aMoment.Add(at)
-		if _, ok := q.take(now, gap(500*time.Millisecond, []leaving{{100 - got, timeLeft(now, aMoment, 30*time.Second)}})); ok {
-			got++
+		if _, ok := q.take(now, gap(500*time.Millisecond, []leaving{{100 - got, timeLeft(now, aMoment, window), evenly(100, window)}})); ok {
+			got, last = got+1, at
 		}
 	}
-	if got != 100 {
-		t.Errorf("%d culls in 25 s of a window of 30 s, want all 100", got)
+	if got != 100 || last < 17*time.Second || last > 18500*time.Millisecond {
+		t.Errorf("%d culls of 100, the last after %v; want all, within 18 s of a window of 30 s", got, last)
 	}
 }

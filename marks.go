@@ -10,9 +10,9 @@ import (
 // nodeInfo is what is known of one node of the cluster.
 type nodeInfo struct {
 	id    nodeID
-	held  map[*conn]struct{} // connections with this stamp; guarded by watchdog.mu
-	count atomic.Int32       // len(held), for hooks
-	seen  atomic.Int64       // now(), when a connection to it was opened, or was used while a node was marked
+	held  map[*session]struct{} // connections with this stamp; guarded by watchdog.mu
+	count atomic.Int32          // len(held), for hooks
+	seen  atomic.Int64          // now(), when a connection to it was opened, or was used while a node was marked
 
 	// Replacements that were meant to leave this marked node have landed on it again, every one: until then, by now(),
 	// nothing is culled and no dial is steered. A sticky load balancer does that.
@@ -38,6 +38,7 @@ type mark struct {
 	before          time.Time // connections opened before this are to leave
 	decommissioning bool      // not draining: new connections are welcome
 	over            bool
+	held            int // connections that had to leave when the drain was noticed
 }
 
 func (mk *mark) reason() cullReason {
@@ -71,15 +72,15 @@ func (m *marks) somewhereToGo(t time.Time, interval time.Duration) bool {
 
 // overFor reports whether the server has said goodbye to the connections of this one's node and time: it closes them as
 // soon as they are idle, so this one is not to be used again, however short it was idle.
-func (m *marks) overFor(c *conn) bool {
-	mk := m.of[c.stamp()]
-	return mk != nil && mk.over && c.opened.Before(mk.before)
+func (m *marks) overFor(s *session) bool {
+	mk := m.of[s.stamp()]
+	return mk != nil && mk.over && s.opened.Before(mk.before)
 }
 
 // isMarked reports whether the connection's node is marked.
-func (w *watchdog) isMarked(c *conn) bool {
+func (w *watchdog) isMarked(s *session) bool {
 	m := w.marks.Load()
-	return m != nil && m.of[c.stamp()] != nil
+	return m != nil && m.of[s.stamp()] != nil
 }
 
 // verdict is what a cull decision came to.
@@ -93,88 +94,107 @@ const (
 
 // cull decides, at a return, a checkout or a sweep, whether the connection is to be given up now, and if so takes it from
 // the state that the caller expects it in. A token is spent only on a connection that goes, and each counts once.
-func (w *watchdog) cull(c *conn, m *marks, t time.Time, point cullPoint) verdict {
-	id := c.stamp()
+func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verdict {
+	id := s.stamp()
 	mk := m.of[id]
 	if mk == nil {
 		if id != 0 {
-			c.node.seen.Store(now())
+			s.node.seen.Store(now())
 		}
 		return keep
 	}
-	// A younger connection was kept although its node was marked: there was nowhere else. Or the node is back.
-	if !c.opened.Before(mk.before) || c.wouldBe.Load() {
+	sp := &s.connector.spares
+	if s.wouldBe.Load() {
+		return keep
+	}
+	// A younger connection was kept although its node was marked: there was nowhere else. Or the node is back, and the
+	// source will say so. It goes only when there is a replacement in hand.
+	if !s.opened.Before(mk.before) && (mk.decommissioning || sp.count.Load() == 0 || t.Sub(s.opened) < 2*w.cfg.pollIntervalDraining) {
 		return keep
 	}
 	if !m.somewhereToGo(t, w.cfg.pollInterval) {
 		w.nowhereToGo()
 		return keep
 	}
-	if mk.node.stuckUntil.Load() > now() {
+	if mk.node.stuckUntil.Load() > now() || w.fullUntil.Load() > now() {
 		return keep
 	}
 	var token token
 	if !mk.over { // what the server has said goodbye on is not paced: it closes the connection now, if we do not
-		var ok bool
-		if token, ok = w.pace.take(t, w.gap(m, t)); !ok {
-			w.countThrottled(c, point)
+		gap := w.gap(m, t)
+		if w.spared(s, point) && sp.awaits(gap) {
 			return wait
 		}
+		var ok bool
+		if token, ok = w.pace.take(t, gap); !ok {
+			w.countThrottled(s, point)
+			return wait
+		}
+		sp.waiting.Store(0)
 	}
-	if c.connector.cfg.mode == modeObserve {
-		if c.wouldBe.CompareAndSwap(false, true) {
-			w.countCulled(c, mk, point, true)
+	if s.connector.cfg.mode == modeObserve {
+		if s.wouldBe.CompareAndSwap(false, true) {
+			w.countCulled(s, mk, point, true)
 		}
 		return keep
 	}
-	from := uint32(connInUse)
+	from := uint32(sessionInUse)
 	if point == pointSweep {
-		from = connIdle
+		from = sessionIdle
 	}
-	if !c.state.CompareAndSwap(from, connGone) {
+	if !s.state.CompareAndSwap(from, sessionGone) {
 		token.giveBack(t) // in use again
 		return keep
 	}
-	if look := c.link.peeker.peek(); look == peekClosed || look == peekPending {
+	if look := s.link.peeker.peek(); look == peekClosed || look == peekPending {
 		token.giveBack(t)
-		c.lost(lostIdle) // the server was first: what an idle connection of a draining node has to read is the notice
+		s.lost(lostIdle) // the server was first: what an idle connection of a draining node has to read is the notice
 		return gone
 	}
-	if c.ended.CompareAndSwap(false, true) {
-		w.countCulled(c, mk, point, false)
+	if s.ended.CompareAndSwap(false, true) {
+		w.countCulled(s, mk, point, false)
 	}
 	return gone
 }
+
+// spared reports whether somebody would have to wait for a dial if the session were culled without a spare in hand: the
+// next caller, or, of a session that was idle, the next burst.
+func (w *watchdog) spared(s *session, point cullPoint) bool {
+	return s.connector.cfg.spares > 0 && s.connector.cfg.mode == modeOn && (point != pointSweep || s.recent())
+}
+
+// recent reports whether an idle session was used not long ago, so that the next burst will want one in its place.
+func (s *session) recent() bool { return now()-s.idled.Load() < int64(recentUse) }
 
 // gap is the time between two culls that gets every connection off the marked nodes in time.
 func (w *watchdog) gap(m *marks, t time.Time) time.Duration {
 	nodes := make([]leaving, 0, 8)
 	for _, mk := range m.of {
 		if !mk.over && !mk.decommissioning {
-			nodes = append(nodes, leaving{int(mk.node.count.Load()), timeLeft(t, mk.since, w.window())})
+			nodes = append(nodes, leaving{int(mk.node.count.Load()), timeLeft(t, mk.since, w.window()), evenly(mk.held, w.window())})
 		}
 	}
 	return gap(w.cfg.cullStagger, nodes)
 }
 
 // shouldSteer reports whether a fresh connection has landed on a draining node, and dialling again may reach another.
-func (w *watchdog) shouldSteer(c *conn) bool {
+func (w *watchdog) shouldSteer(s *session) bool {
 	m := w.marks.Load()
 	if m == nil {
 		return false
 	}
-	mk := m.of[c.stamp()]
+	mk := m.of[s.stamp()]
 	return mk != nil && !mk.decommissioning && mk.node.stuckUntil.Load() <= now() &&
 		m.somewhereToGo(time.Now(), w.cfg.pollInterval)
 }
 
 // keptMarked takes note that a connection had to be kept on a marked node after every attempt to reach another.
-func (w *watchdog) keptMarked(c *conn) {
-	if !w.shouldSteer(c) {
+func (w *watchdog) keptMarked(s *session) {
+	if !w.shouldSteer(s) {
 		return
 	}
 	w.mu.Lock()
-	n := c.node
+	n := s.node
 	n.stuckTimes++
 	times := n.stuckTimes
 	w.mu.Unlock()
@@ -184,16 +204,28 @@ func (w *watchdog) keptMarked(c *conn) {
 	}
 }
 
+// full takes note that a server refused a connection because it has too many (53300): replacements do not fit, so
+// nothing is culled for a while, the longer the more often it happens in a row.
+func (w *watchdog) full() {
+	wait := min(firstFull<<min(w.fullTimes.Add(1)-1, 8), maxFull)
+	w.fullUntil.Store(now() + int64(wait))
+}
+
+const (
+	firstFull = 500 * time.Millisecond
+	maxFull   = 30 * time.Second
+)
+
 // heardGoodbye marks the node of a connection on which the server has sent its shutdown notice. The server says so in
 // steps 3 and 3b of its drain: there is no time left. It may have said so long ago, on a connection that was idle, and
 // have restarted since; but it said so after it last answered here, so the connections opened before that are meant.
-func (w *watchdog) heardGoodbye(c *conn) {
+func (w *watchdog) heardGoodbye(s *session) {
 	t := time.Now()
-	before := c.opened.Add(1) // the connection itself
-	if idled := c.idled.Load(); idled != 0 {
+	before := s.opened.Add(1) // the connection itself
+	if idled := s.idled.Load(); idled != 0 {
 		before = clockStart.Add(time.Duration(idled))
 	}
-	w.note(c.stamp(), sourceErrors, notice{since: t, heard: t, before: before, over: true})
+	w.note(s.stamp(), sourceErrors, notice{since: t, heard: t, before: before, over: true})
 	w.poke()
 }
 
@@ -290,13 +322,15 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 			events = append(events, w.drainNoticed(d, mk))
 			d.done = d.held == 0
 		}
-		d.mark = mk
+		d.mark, mk.held = mk, d.held
 		if d.left = w.older(id, mk); d.left == 0 && !d.done {
 			events = append(events, w.drainOver(d, t, ""))
 		}
 	}
 	if len(of) == 0 {
-		w.marks.Store(nil)
+		if w.marks.Swap(nil) != nil {
+			w.pokeSweep() // for the spares
+		}
 		w.nowhere.Store(false)
 		return events
 	}
@@ -327,7 +361,7 @@ func (w *watchdog) older(id nodeID, mk *mark) int {
 func (w *watchdog) nodeOf(id nodeID) *nodeInfo {
 	n := w.nodes[id]
 	if n == nil {
-		n = &nodeInfo{id: id, held: make(map[*conn]struct{})}
+		n = &nodeInfo{id: id, held: make(map[*session]struct{})}
 		w.nodes[id] = n
 	}
 	return n
@@ -431,18 +465,18 @@ const errorsKeep = time.Minute
 // cameBack takes note that a node has accepted a connection whose dial began after its notices: it has restarted. That
 // refutes the server's goodbye and gossip's "draining", after which a server accepts nothing; not the earlier signals,
 // during which it still accepts (cockroachdb pkg/server/drain.go). w.mu is held.
-func (w *watchdog) cameBack(c *conn) (events []event) {
-	id := c.stamp()
+func (w *watchdog) cameBack(s *session) (events []event) {
+	id := s.stamp()
 	said := w.notices[id]
 	if said == nil {
 		return nil
 	}
 	changed := false
-	if n := said[sourceErrors]; n != nil && c.opened.After(n.heard) {
+	if n := said[sourceErrors]; n != nil && s.opened.After(n.heard) {
 		said[sourceErrors] = nil
 		changed = true
 	}
-	if n := said[sourceGossip]; n != nil && !n.decommissioning && c.opened.After(n.heard) {
+	if n := said[sourceGossip]; n != nil && !n.decommissioning && s.opened.After(n.heard) {
 		w.cleared[id] = n.epoch
 		said[sourceGossip] = nil
 		changed = true

@@ -291,29 +291,29 @@ func (c *Connector) instruments() *instruments {
 	return in
 }
 
-func (w *watchdog) countCulled(c *conn, mk *mark, point cullPoint, observed bool) {
-	in := c.connector.instruments()
+func (w *watchdog) countCulled(s *session, mk *mark, point cullPoint, observed bool) {
+	in := s.connector.instruments()
 	if observed {
-		c.connector.tally.observed.Add(1)
+		s.connector.tally.observed.Add(1)
 		in.culled.Add(context.Background(), 1, in.culledBy[point][mk.reason()][1])
 		return
 	}
-	c.connector.tally.culled.Add(1)
+	s.connector.tally.culled.Add(1)
 	in.culled.Add(context.Background(), 1, in.culledBy[point][mk.reason()][0])
-	w.drainCount(c, func(d *drain) { d.culled++ })
+	w.drainCount(s, func(d *drain) { d.culled++ })
 }
 
-func (w *watchdog) countThrottled(c *conn, point cullPoint) {
-	c.connector.tally.throttled.Add(1)
-	in := c.connector.instruments()
+func (w *watchdog) countThrottled(s *session, point cullPoint) {
+	s.connector.tally.throttled.Add(1)
+	in := s.connector.instruments()
 	in.throttled.Add(context.Background(), 1, in.throttledBy[point])
 }
 
-func (w *watchdog) countLost(c *conn, state lostState) {
-	c.connector.tally.lost.Add(1)
-	in := c.connector.instruments()
+func (w *watchdog) countLost(s *session, state lostState) {
+	s.connector.tally.lost.Add(1)
+	in := s.connector.instruments()
 	in.lost.Add(context.Background(), 1, in.lostBy[state])
-	w.drainCount(c, func(d *drain) { d.lost++ })
+	w.drainCount(s, func(d *drain) { d.lost++ })
 }
 
 func (w *watchdog) countPoll(a answer) {
@@ -385,10 +385,10 @@ type drain struct {
 }
 
 // drainCount counts something of a connection's drain.
-func (w *watchdog) drainCount(c *conn, count func(*drain)) {
+func (w *watchdog) drainCount(s *session, count func(*drain)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if d := w.drains[c.stamp()]; d != nil {
+	if d := w.drains[s.stamp()]; d != nil {
 		count(d)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -327,10 +328,10 @@ func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r poll
 func verifyRule(ctx context.Context, side asker, stamp nodeID) (rule uint32, node nodeID) {
 	rows, err := side.ask(ctx, sqlShowNodeID)
 	if err != nil {
-		if sqlState(err) == "" || sqlState(err) == stateAdminShutdown {
-			return ruleUnknown, 0 // no answer: ask again
+		if state := sqlState(err); strings.HasPrefix(state, "42") || state == stateFeatureNotSupported {
+			return ruleOff, 0 // the question is not known here, or not for this role
 		}
-		return ruleOff, 0
+		return ruleUnknown, 0 // no answer, or a passing error: ask again
 	}
 	if len(rows) != 1 || len(rows[0]) != 1 || rows[0][0] == nil {
 		return ruleOff, 0

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/stdlib"
 )
@@ -14,20 +15,20 @@ import (
 // stdConn is pgx's connection. Embedded under this name it does not hide its own method Conn.
 type stdConn = stdlib.Conn
 
-// conn is a connection of the pool: pgx's, and what is known of the node it is on.
+// session is one connection to a server: pgx's, and what is known of the node it is on. For PostgreSQL, w is nil and
+// nothing below it is set.
 //
-//	Connect ──▶ connInUse ──IsValid──▶ connIdle ──ResetSession──▶ connInUse
-//	                │                      │
-//	                └──── Close, cull ─────┴─ sweep ──▶ connGone
+//	dial ──▶ sessionInUse ──IsValid──▶ sessionIdle ──ResetSession──▶ sessionInUse
+//	               │                        │
+//	               └───── Close, cull ──────┴─ sweep ──▶ sessionGone
 //
-// The states change by compare-and-swap. Whoever moves a connection to connGone closes it. The sweep can only take one
+// The states change by compare-and-swap. Whoever moves a session to sessionGone closes it. The sweep can only take one
 // that is idle; nothing but the pool touches one in use.
-type conn struct {
-	*stdConn
-	connector *Connector
+type session struct {
+	std       *stdConn
 	pg        *pgconn.PgConn
+	connector *Connector
 
-	// Set for CockroachDB only, before Connect returns; nil and zero elsewhere.
 	w      *watchdog
 	link   *link
 	node   *nodeInfo // of the stamp's node, for the count of its connections
@@ -35,23 +36,23 @@ type conn struct {
 	asked  bool      // the stamp is the server's own answer, not the PID's
 	opened time.Time // when the dial began
 
-	state    atomic.Uint32 // conn*
-	idled    atomic.Int64  // when it became idle, by now()
-	returned bool          // IsValid has been called since the last ResetSession; the holder's
-	ended    atomic.Bool   // counted as culled or lost
-	wouldBe  atomic.Bool   // counted as a would-be cull (observe)
-	single   bool          // Driver.Open's: the connector ends with it
+	// The session that takes this one's place with its holder, set before the sweep takes this one.
+	replacement atomic.Pointer[session]
+
+	state   atomic.Uint32 // session*
+	idled   atomic.Int64  // when it became idle, by now()
+	ended   atomic.Bool   // counted as culled or lost
+	wouldBe atomic.Bool   // counted as a would-be cull (observe)
 }
 
 const (
-	connInUse = iota
-	connIdle
-	connGone
+	sessionInUse = iota
+	sessionIdle
+	sessionGone
 )
 
-// sweepIdle is how long a connection has to have been idle before the sweep or a checkout may cull it. database/sql
-// hands a connection that comes back straight to a waiting caller; if that one were culled, the caller would use up one
-// of its three tries (database/sql gives up with ErrBadConn after the third).
+// sweepIdle is how long a session has to have been idle before the sweep or a checkout may cull it. database/sql hands a
+// connection that comes back straight to a waiting caller.
 const sweepIdle = 100 * time.Millisecond
 
 // pingAfter is pgx's rule: a connection that was not used for longer is pinged before it is used again.
@@ -59,6 +60,103 @@ const pingAfter = time.Second
 
 // maxPing bounds that ping, so that a half-open peer cannot eat the caller's deadline.
 const maxPing = time.Second
+
+var clockStart = time.Now()
+
+// now is the monotonic clock as a number. It is cheaper than time.Now where only a distance is asked for.
+func now() int64 { return int64(time.Since(clockStart)) }
+
+// stamp is the ID of the node that the session is on, or 0 while the rule behind it is not verified.
+func (s *session) stamp() nodeID {
+	if s.asked || s.w.rule.Load() == ruleHolds {
+		return s.id
+	}
+	return 0
+}
+
+// shouldPing is pgx's rule for its ping at checkout. The ping is made here, within a bound of its own; after one that
+// failed the connection is closed, and pgx's ping says so at once.
+func (s *session) shouldPing(ctx context.Context, p stdlib.ShouldPingParams) bool {
+	return p.IdleDuration > pingAfter && !s.ping(ctx)
+}
+
+// ping reports whether the server answers within a second, or half of what is left of ctx if that is less: enough has
+// to be left to go elsewhere.
+func (s *session) ping(ctx context.Context) bool {
+	bound := maxPing
+	if deadline, ok := ctx.Deadline(); ok {
+		bound = min(bound, time.Until(deadline)/2)
+	}
+	ctx, cancel := context.WithTimeout(ctx, bound)
+	defer cancel()
+	return s.pg.Ping(ctx) == nil
+}
+
+// lost counts the session as closed by the server because its node drained. Only the first count of its end counts.
+func (s *session) lost(state lostState) {
+	if s.ended.CompareAndSwap(false, true) {
+		s.w.countLost(s, state)
+	}
+}
+
+// dead looks, before anything is sent for a new user, whether the server has closed the session or said goodbye on it.
+func (s *session) dead(ctx context.Context) bool {
+	if s.pg.IsClosed() {
+		return true
+	}
+	alive := true
+	switch look := s.link.peeker.peek(); {
+	case s.link.words.Load() != goodbyeNone || look == peekClosed:
+		alive = false
+	case look == peekPending:
+		alive = s.ping(ctx) // a notice, or the last words: a ping reads them and tells which
+	}
+	if !alive && (s.link.words.Load() != goodbyeNone || s.w.isMarked(s)) {
+		s.lost(lostIdle)
+	}
+	return !alive
+}
+
+// bury ends a session whose state is sessionGone. One that was culled or lost is closed in the background, within five
+// seconds (stdlib.Conn.Close), so that the caller that returned it does not wait; Connector.Close waits.
+func (s *session) bury() error {
+	if s.w == nil {
+		return s.std.Close()
+	}
+	if s.link.words.Load() != goodbyeNone {
+		s.lost(lostActive) // heard in the middle of rows, say
+	}
+	s.w.remove(s)
+	if s.ended.Load() {
+		s.connector.closeLater(s.std)
+		return nil
+	}
+	return s.std.Close()
+}
+
+// discard closes a session that nobody has had yet, in the background. It is neither a cull nor lost.
+func (s *session) discard() {
+	s.ended.Store(true)
+	s.state.Store(sessionGone)
+	_ = s.bury()
+}
+
+// conn is what database/sql holds: a session, which is replaced in place where that is safe and nothing else would keep
+// a drain from the caller. database/sql gives up after the third connection that turns out to be bad, and in a full pool
+// whose connections end at once that can happen.
+type conn struct {
+	*stdConn // the session's
+	s        *session
+
+	// These belong to the connection's holder.
+	returned  bool // IsValid has been called since the last ResetSession
+	untouched bool // nothing has been sent since the checkout, and nobody has had the *pgx.Conn
+	mended    int  // replacements since the checkout
+	single    bool // Driver.Open's: the connector ends with it
+}
+
+// maxMend bounds the replacements for one use of a connection.
+const maxMend = 5
 
 var (
 	_ driver.Conn               = (*conn)(nil)
@@ -72,146 +170,115 @@ var (
 	_ driver.Validator          = (*conn)(nil)
 )
 
-var clockStart = time.Now()
+func newConn(s *session) *conn { return &conn{stdConn: s.std, s: s, untouched: true} }
 
-// now is the monotonic clock as a number. It is cheaper than time.Now where only a distance is asked for.
-func now() int64 { return int64(time.Since(clockStart)) }
-
-// stamp is the ID of the node that the connection is on, or 0 while the rule behind it is not verified.
-func (c *conn) stamp() nodeID {
-	if c.asked || c.w.rule.Load() == ruleHolds {
-		return c.id
-	}
-	return 0
+// Conn returns pgx's connection, for callers of [database/sql.Conn.Raw].
+func (c *conn) Conn() *pgx.Conn {
+	c.untouched = false
+	return c.stdConn.Conn()
 }
 
 // IsValid is called when the connection comes back to the pool. It discards one that is closed, that is inside a
 // transaction, to which the server has said goodbye, or, when the pace allows it, one whose node is marked. It waits
 // for nothing.
 func (c *conn) IsValid() bool {
-	if c.pg.IsClosed() || c.pg.TxStatus() != 'I' {
+	s := c.s
+	if s.pg.IsClosed() || s.pg.TxStatus() != 'I' {
 		return false
 	}
-	if c.w == nil {
+	if s.w == nil {
 		return true
 	}
-	if c.link.words.Load() != goodbyeNone {
-		c.lost(lostIdle)
+	if s.link.words.Load() != goodbyeNone {
+		s.lost(lostIdle)
 		return false
 	}
-	if m := c.w.marks.Load(); m != nil && c.w.cull(c, m, time.Now(), pointReturn) == gone {
-		c.bury()
+	if m := s.w.marks.Load(); m != nil && s.w.cull(s, m, time.Now(), pointReturn) == gone {
+		_ = s.bury()
 		return false
 	}
 	c.returned = true
-	c.idled.Store(now())
-	c.state.CompareAndSwap(connInUse, connIdle)
+	s.idled.Store(now())
+	s.state.CompareAndSwap(sessionInUse, sessionIdle)
 	return true
 }
 
 // ResetSession is called when the connection is about to be used again; nothing has been sent for the new user. It
 // discards one that the sweep has taken, that the server has closed or said goodbye to, or whose node is marked.
 func (c *conn) ResetSession(ctx context.Context) error {
-	if c.w == nil {
+	s := c.follow()
+	if s.w == nil {
 		return c.stdConn.ResetSession(ctx)
 	}
-	if !c.state.CompareAndSwap(connIdle, connInUse) && c.state.Load() == connGone {
-		return driver.ErrBadConn
-	}
-	hidden := !c.returned // a wrapper hides IsValid: this is the only place that can cull
-	c.returned = false
-	if c.pg.IsClosed() {
-		return driver.ErrBadConn
-	}
-	switch look := c.link.peeker.peek(); {
-	case c.link.words.Load() != goodbyeNone:
-		c.lost(lostIdle)
-		return driver.ErrBadConn
-	case look == peekClosed:
-		if c.w.isMarked(c) {
-			c.lost(lostIdle)
-		}
-		return driver.ErrBadConn
-	case look == peekPending:
-		// A notice, or the last words: a ping reads them and tells which.
-		if !c.ping(ctx) {
-			if c.link.words.Load() != goodbyeNone || c.w.isMarked(c) {
-				c.lost(lostIdle)
-			}
-			return driver.ErrBadConn
+	// A wrapper that hides IsValid leaves this as the only place that can cull. A connection that was not idle for long
+	// has come straight from another caller: the pool is full, and this may be the caller's last try.
+	hidden := !c.returned
+	handed := hidden || now()-s.idled.Load() < int64(sweepIdle)
+	c.returned, c.untouched, c.mended = false, true, 0
+
+	bad := !s.state.CompareAndSwap(sessionIdle, sessionInUse) && s.state.Load() == sessionGone
+	if !bad && s.dead(ctx) {
+		bad = true
+	} else if m := s.w.marks.Load(); !bad && m != nil && (hidden || !handed || m.overFor(s)) {
+		if s.w.cull(s, m, time.Now(), pointCheckout) == gone {
+			bad = true
+			_ = s.bury()
 		}
 	}
-	if m := c.w.marks.Load(); m != nil && (hidden || m.overFor(c) || now()-c.idled.Load() >= int64(sweepIdle)) &&
-		c.w.cull(c, m, time.Now(), pointCheckout) == gone {
-		c.bury()
+	if bad {
+		if handed && c.mend(ctx) {
+			return nil
+		}
 		return driver.ErrBadConn
 	}
 	err := c.stdConn.ResetSession(ctx)
-	if err != nil && c.link.words.Load() != goodbyeNone {
-		c.lost(lostIdle)
+	if err != nil && s.link.words.Load() != goodbyeNone {
+		s.lost(lostIdle)
 	}
 	return err
 }
 
-// shouldPing is pgx's rule for its ping at checkout. The ping is made here, within a bound of its own; after one that
-// failed the connection is closed, and pgx's ping says so at once.
-func (c *conn) shouldPing(ctx context.Context, p stdlib.ShouldPingParams) bool {
-	return p.IdleDuration > pingAfter && !c.ping(ctx)
-}
-
-// ping reports whether the server answers within a second, or half of what is left of ctx if that is less: enough has
-// to be left to go elsewhere.
-func (c *conn) ping(ctx context.Context) bool {
-	bound := maxPing
-	if deadline, ok := ctx.Deadline(); ok {
-		bound = min(bound, time.Until(deadline)/2)
+// mend replaces a session that has ended with a new one, before anything was sent on the new user's behalf. Where that
+// fails, the caller's database/sql goes on as it does with a bad connection.
+func (c *conn) mend(ctx context.Context) bool {
+	if c.mended++; c.mended > maxMend {
+		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, bound)
-	defer cancel()
-	return c.pg.Ping(ctx) == nil
+	s := c.s.connector.takeSpare()
+	if s == nil {
+		var err error
+		if s, err = c.s.connector.connect(ctx); err != nil {
+			return false
+		}
+	}
+	if c.s.state.Swap(sessionGone) != sessionGone {
+		_ = c.s.bury()
+	}
+	c.s, c.stdConn = s, s.std
+	return true
 }
 
-// bury ends a connection that a cull has taken.
-func (c *conn) bury() {
-	c.w.remove(c)
-	c.connector.closeLater(c.stdConn)
-}
-
-// Close closes the connection as pgx does. One that was culled or lost is closed in the background, within five seconds
-// (stdlib.Conn.Close), so that the caller that returned it does not wait; Connector.Close waits.
+// Close closes the connection as pgx does.
 func (c *conn) Close() error {
 	if c.single {
-		defer c.connector.Close() //nolint:errcheck // always nil
+		defer c.s.connector.Close() //nolint:errcheck // always nil
 	}
-	if c.state.Swap(connGone) == connGone {
-		return nil // whoever took it closes it
+	if s := c.follow(); s.state.Swap(sessionGone) != sessionGone {
+		return s.bury()
 	}
-	if c.w == nil {
-		return c.stdConn.Close()
-	}
-	if c.link.words.Load() != goodbyeNone {
-		c.lost(lostActive) // heard in the middle of rows, say
-	}
-	c.w.remove(c)
-	if c.ended.Load() {
-		c.connector.closeLater(c.stdConn)
-		return nil
-	}
-	return c.stdConn.Close()
+	return nil // whoever took it closes it
 }
 
-// discard closes a connection that nobody has had yet, in the background. It is neither a cull nor lost.
-func (c *conn) discard() {
-	c.ended.Store(true)
-	_ = c.Close()
-}
-
-// lost counts the connection as closed by the server because its node drained. Only the first count of a connection's
-// end counts.
-func (c *conn) lost(state lostState) {
-	if c.ended.CompareAndSwap(false, true) {
-		c.w.countLost(c, state)
+// follow goes over to the session that the sweep has put into this one's place, if it has.
+func (c *conn) follow() *session {
+	for c.s.state.Load() == sessionGone {
+		r := c.s.replacement.Load()
+		if r == nil {
+			break
+		}
+		c.s, c.stdConn = r, r.std
 	}
+	return c.s
 }
 
 // rerunError is driver.ErrBadConn to database/sql, which then runs the request on another connection, and the server's
@@ -221,71 +288,112 @@ type rerunError struct{ error }
 func (e *rerunError) Is(target error) bool { return target == driver.ErrBadConn }
 func (e *rerunError) Unwrap() error        { return e.error }
 
+// errAgain tells a request to run again: its session has been replaced.
+var errAgain = errors.New("crdbdrain: again")
+
 // request is what has to be known of a request before it is sent.
-type request struct{ outside bool } // outside a transaction
+type request struct {
+	outside bool // a transaction
+	first   bool // since the checkout: the session has no state that the holder could miss
+}
 
 // begin is called before a request is sent.
 func (c *conn) begin() request {
-	if c.w == nil {
+	if c.s.w == nil {
 		return request{}
 	}
-	c.link.begin()
-	return request{outside: c.pg.TxStatus() == 'I'}
+	r := request{outside: c.s.pg.TxStatus() == 'I', first: c.untouched}
+	c.untouched = false
+	c.s.link.begin()
+	return r
 }
 
-// settle decides what becomes of a request that failed: it is run again (rerunError) only when the server provably did
-// not execute it, and surfaces as it is otherwise.
+// settle decides what becomes of a request that failed. It is run again only when the server provably did not execute
+// it, and surfaces as it is otherwise:
 //   - The shutdown notice came with nothing before it that execution could have produced, outside a transaction.
 //   - The kernel did not take a byte of the request, outside a transaction.
 //   - A BEGIN or a Prepare outside a transaction got no answer: neither leaves anything behind when the session ends.
+//
+// The first request since the checkout runs again here, on a new session (errAgain); any other by database/sql, which
+// knows whether the connection is pinned (rerunError).
 func (c *conn) settle(ctx context.Context, err error, r request, kind rerunKind) error {
-	if c.w == nil || err == nil || !c.pg.IsClosed() {
+	s := c.s
+	if s.w == nil || err == nil || !s.pg.IsClosed() {
 		return err
 	}
-	words := c.link.words.Load()
-	if words != goodbyeNone || c.w.isMarked(c) && ctx.Err() == nil {
-		c.lost(lostActive)
+	words := s.link.words.Load()
+	if words != goodbyeNone || ctx.Err() == nil && s.w.isMarked(s) {
+		s.lost(lostActive)
 	}
-	if errors.Is(err, driver.ErrBadConn) || !c.connector.cfg.rerun || !r.outside || ctx.Err() != nil {
+	if !s.connector.cfg.rerun || !r.outside || ctx.Err() != nil {
 		return err
 	}
-	if words == goodbyeClean || c.link.unsent.Load() || kind != rerunStatement && !pgconn.Timeout(err) && noAnswer(err, words) {
-		c.connector.countRerun(kind)
-		return &rerunError{err}
+	again := errors.Is(err, driver.ErrBadConn) || // pgx had not sent it
+		words == goodbyeClean || s.link.unsent.Load() ||
+		kind != rerunStatement && !pgconn.Timeout(err) && (words != goodbyeNone || sqlState(err) == "")
+	if !again {
+		return err
 	}
-	return err
-}
-
-// noAnswer reports whether err is the connection's end and not an answer of the server's to the request.
-func noAnswer(err error, words uint32) bool {
-	return words != goodbyeNone || sqlState(err) == ""
+	s.connector.countRerun(kind)
+	if r.first && c.mend(ctx) {
+		c.s.link.begin()
+		return errAgain
+	}
+	return &rerunError{err}
 }
 
 func (c *conn) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {
 	r := c.begin()
-	res, err := c.stdConn.ExecContext(ctx, query, args)
-	return res, c.settle(ctx, err, r, rerunStatement)
+	for {
+		res, err := c.stdConn.ExecContext(ctx, query, args)
+		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
+			return res, err
+		}
+	}
 }
 
 func (c *conn) QueryContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Rows, error) {
 	r := c.begin()
-	rows, err := c.stdConn.QueryContext(ctx, query, args)
-	return rows, c.settle(ctx, err, r, rerunStatement)
+	for {
+		rows, err := c.stdConn.QueryContext(ctx, query, args)
+		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
+			return rows, err
+		}
+	}
 }
 
 func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
 	r := c.begin()
-	tx, err := c.stdConn.BeginTx(ctx, opts)
-	return tx, c.settle(ctx, err, r, rerunBegin)
+	for {
+		tx, err := c.stdConn.BeginTx(ctx, opts)
+		if err = c.settle(ctx, err, r, rerunBegin); err != errAgain {
+			return tx, err
+		}
+	}
 }
 
 func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
 	r := c.begin()
-	s, err := c.stdConn.PrepareContext(ctx, query)
-	if err != nil || c.w == nil {
-		return s, c.settle(ctx, err, r, rerunPrepare)
+	for {
+		st, err := c.stdConn.PrepareContext(ctx, query)
+		if err = c.settle(ctx, err, r, rerunPrepare); err == errAgain {
+			continue
+		}
+		if err != nil || c.s.w == nil {
+			return st, err
+		}
+		return &stmt{stdStmt: st.(*stdStmt), conn: c, s: c.s, query: query}, nil //nolint:forcetypeassert // what stdlib.Conn returns
 	}
-	return &stmt{stdStmt: s.(*stdStmt), conn: c}, nil //nolint:forcetypeassert // what stdlib.Conn returns
+}
+
+func (c *conn) Ping(ctx context.Context) error {
+	r := c.begin()
+	for {
+		err := c.stdConn.Ping(ctx)
+		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
+			return err
+		}
+	}
 }
 
 // Begin and Prepare are for callers that use the connection through Raw, or through a wrapper that knows no contexts.
@@ -296,18 +404,15 @@ func (c *conn) Prepare(query string) (driver.Stmt, error) {
 	return c.PrepareContext(context.Background(), query)
 }
 
-func (c *conn) Ping(ctx context.Context) error {
-	r := c.begin()
-	return c.settle(ctx, c.stdConn.Ping(ctx), r, rerunStatement)
-}
-
 // stdStmt is pgx's prepared statement.
 type stdStmt = stdlib.Stmt
 
 // stmt is pgx's prepared statement, run by conn's rules.
 type stmt struct {
 	*stdStmt
-	conn *conn
+	conn  *conn
+	s     *session // that it was prepared on
+	query string
 }
 
 var (
@@ -316,26 +421,68 @@ var (
 	_ driver.StmtQueryContext = (*stmt)(nil)
 )
 
-func (s *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driver.Result, error) {
-	r := s.conn.begin()
-	res, err := s.stdStmt.ExecContext(ctx, args)
-	return res, s.conn.settle(ctx, err, r, rerunStatement)
+// renew prepares the statement again where the connection's session has been replaced. It is a request of its own, and
+// leaves the one to come the first.
+func (st *stmt) renew(ctx context.Context) error {
+	for st.s != st.conn.s {
+		untouched := st.conn.untouched
+		fresh, err := st.conn.PrepareContext(ctx, st.query)
+		if err != nil {
+			return err
+		}
+		other, ok := fresh.(*stmt)
+		if !ok {
+			return driver.ErrBadConn // no longer CockroachDB
+		}
+		st.stdStmt, st.s = other.stdStmt, other.s
+		st.conn.untouched = untouched
+	}
+	return nil
 }
 
-func (s *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (driver.Rows, error) {
-	r := s.conn.begin()
-	rows, err := s.stdStmt.QueryContext(ctx, args)
-	return rows, s.conn.settle(ctx, err, r, rerunStatement)
+func (st *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driver.Result, error) {
+	if err := st.renew(ctx); err != nil {
+		return nil, err
+	}
+	r := st.conn.begin()
+	for {
+		res, err := st.stdStmt.ExecContext(ctx, args)
+		if err = st.conn.settle(ctx, err, r, rerunStatement); err != errAgain {
+			return res, err
+		}
+		if err := st.renew(ctx); err != nil {
+			return nil, err
+		}
+	}
 }
 
-// Close deallocates the statement. database/sql calls it on idle connections too, so it has to take the connection from
-// the sweep while it does; where the sweep was first, the session and its statements are gone already.
-func (s *stmt) Close() error {
-	c := s.conn
-	if c.state.CompareAndSwap(connIdle, connInUse) {
-		defer c.state.CompareAndSwap(connInUse, connIdle)
-	} else if c.state.Load() == connGone || c.ended.Load() {
+func (st *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (driver.Rows, error) {
+	if err := st.renew(ctx); err != nil {
+		return nil, err
+	}
+	r := st.conn.begin()
+	for {
+		rows, err := st.stdStmt.QueryContext(ctx, args)
+		if err = st.conn.settle(ctx, err, r, rerunStatement); err != errAgain {
+			return rows, err
+		}
+		if err := st.renew(ctx); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Close deallocates the statement. database/sql calls it on idle connections too, so it has to take the session from the
+// sweep while it does; where the session has ended, its statements have too.
+func (st *stmt) Close() error {
+	s := st.s
+	if s != st.conn.s {
 		return nil
 	}
-	return s.stdStmt.Close()
+	if s.state.CompareAndSwap(sessionIdle, sessionInUse) {
+		defer s.state.CompareAndSwap(sessionInUse, sessionIdle)
+	} else if s.state.Load() == sessionGone || s.ended.Load() {
+		return nil
+	}
+	return st.stdStmt.Close()
 }

@@ -26,6 +26,9 @@ type watchdog struct {
 	nowhere atomic.Bool  // said that there is nowhere to go
 	noticed atomic.Int64 // now(), when a source last said that a node leaves
 
+	fullUntil atomic.Int64 // by now(): servers have too many connections, nothing is culled
+	fullTimes atomic.Int32 // in a row
+
 	wake  chan struct{} // a source has something new: poll
 	wakes chan struct{} // the marks have changed: sweep
 
@@ -122,18 +125,19 @@ func (r *watchdogs) leave(c *Connector, w *watchdog) {
 }
 
 // add enters a fresh connection, and starts the worker with the first one.
-func (w *watchdog) add(c *conn, a *attempt) {
+func (w *watchdog) add(s *session, a *attempt) {
 	w.mu.Lock()
-	id := c.stampCandidate()
+	id := s.stampCandidate()
 	n := w.nodeOf(id)
-	c.node = n
-	n.held[c] = struct{}{}
+	s.node = n
+	n.held[s] = struct{}{}
 	n.count.Store(int32(len(n.held))) //nolint:gosec // connections
 	n.seen.Store(now())
+	w.fullTimes.Store(0)
 	w.conns++
-	events := w.cameBack(c)
+	events := w.cameBack(s)
 	w.addrs.learn(a, id)
-	if stamp := c.stamp(); stamp != 0 {
+	if stamp := s.stamp(); stamp != 0 {
 		if m := w.marks.Load(); m != nil && m.of[stamp] == nil {
 			for _, mk := range m.of { // there is a way to another node after all
 				mk.node.stuckTimes = 0
@@ -156,26 +160,26 @@ func (w *watchdog) add(c *conn, a *attempt) {
 }
 
 // stampCandidate is the ID under which the connection is entered: what the PID says, until the rule is known not to hold.
-func (c *conn) stampCandidate() nodeID {
-	if c.asked || c.w.rule.Load() <= ruleHolds {
-		return c.id
+func (s *session) stampCandidate() nodeID {
+	if s.asked || s.w.rule.Load() <= ruleHolds {
+		return s.id
 	}
 	return 0
 }
 
 // remove takes a connection out that has ended or is about to.
-func (w *watchdog) remove(c *conn) {
+func (w *watchdog) remove(s *session) {
 	w.mu.Lock()
-	n := c.node
-	if _, held := n.held[c]; !held {
+	n := s.node
+	if _, held := n.held[s]; !held {
 		w.mu.Unlock()
 		return
 	}
-	delete(n.held, c)
+	delete(n.held, s)
 	n.count.Store(int32(len(n.held))) //nolint:gosec // connections
 	w.conns--
 	var events []event
-	if d := w.drains[n.id]; d != nil && !d.done && c.stamp() == n.id && c.opened.Before(d.mark.before) {
+	if d := w.drains[n.id]; d != nil && !d.done && s.stamp() == n.id && s.opened.Before(d.mark.before) {
 		if d.left--; d.left <= 0 {
 			events = append(events, w.drainOver(d, time.Now(), ""))
 		}
@@ -323,9 +327,10 @@ func (w *watchdog) nowhereToGo() {
 // sweeper gives up idle connections on marked nodes, oldest use first: those at the bottom of database/sql's stack, which
 // no caller will see for long.
 type sweeper struct {
-	idle    []*conn
+	idle    []*session
 	listed  time.Time
-	scratch []*conn
+	scratch []*session
+	need    map[*Connector]bool
 }
 
 // listAgain is how long a list of idle connections serves; slowSweep is the time between looks when there is none.
@@ -337,23 +342,47 @@ const (
 // sweep culls what the pace allows now, and returns when to look again; 0 when no node is marked.
 func (s *sweeper) sweep(w *watchdog) time.Duration {
 	m := w.marks.Load()
+	t := time.Now()
 	if m == nil {
 		s.idle = nil
+		for _, c := range w.connectors() {
+			c.tendSpares(false, t)
+		}
 		return 0
 	}
-	t := time.Now()
 	if len(s.idle) == 0 || t.Sub(s.listed) > listAgain {
 		s.list(w, m)
 		s.listed = t
+		for _, c := range w.connectors() {
+			c.tendSpares(s.need[c], t)
+		}
 	}
 	if len(s.idle) == 0 {
 		return slowSweep
 	}
 	for len(s.idle) > 0 {
-		switch c := s.idle[0]; w.cull(c, m, t, pointSweep) {
+		c := s.idle[0]
+		var r *session
+		if w.spared(c, pointSweep) {
+			// The next burst will want it: a spare takes its place in the pool.
+			if r = c.connector.takeSpare(); r != nil {
+				r.idled.Store(c.idled.Load())
+				r.state.Store(sessionIdle)
+				c.replacement.Store(r)
+			}
+		}
+		switch v := w.cull(c, m, t, pointSweep); v {
 		case gone:
-			c.bury()
-		case wait:
+			_ = c.bury()
+		default:
+			if r != nil {
+				c.replacement.Store(nil)
+				r.state.Store(sessionInUse)
+				c.connector.putSpare(r)
+			}
+			if v == keep {
+				break
+			}
 			return min(max(w.gap(m, t)/4, time.Millisecond), 25*time.Millisecond)
 		}
 		s.idle = s.idle[1:]
@@ -361,19 +390,36 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	return listAgain
 }
 
-// list collects the connections that may be swept.
+// connectors returns the members.
+func (w *watchdog) connectors() []*Connector {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.members)
+}
+
+// list collects the sessions that may be swept, and the connectors that have some that have to leave.
 func (s *sweeper) list(w *watchdog, m *marks) {
 	old := now() - int64(sweepIdle)
 	s.scratch = s.scratch[:0]
+	if s.need == nil {
+		s.need = make(map[*Connector]bool)
+	}
+	clear(s.need)
 	w.mu.Lock()
 	for id, mk := range m.of {
 		for c := range mk.node.held {
-			if c.stamp() == id && c.state.Load() == connIdle && c.idled.Load() <= old && c.opened.Before(mk.before) && !c.wouldBe.Load() {
+			if c.stamp() != id {
+				continue
+			}
+			if !mk.decommissioning || c.opened.Before(mk.before) {
+				s.need[c.connector] = true
+			}
+			if c.state.Load() == sessionIdle && c.idled.Load() <= old && c.opened.Before(mk.before) && !c.wouldBe.Load() {
 				s.scratch = append(s.scratch, c)
 			}
 		}
 	}
 	w.mu.Unlock()
 	s.idle = s.scratch
-	slices.SortFunc(s.idle, func(a, b *conn) int { return cmp.Compare(a.idled.Load(), b.idled.Load()) })
+	slices.SortFunc(s.idle, func(a, b *session) int { return cmp.Compare(a.idled.Load(), b.idled.Load()) })
 }

@@ -509,6 +509,34 @@ func TestStamps(t *testing.T) {
 	}
 }
 
+func TestStampOfLargeIDs(t *testing.T) {
+	c := start(t, Config{Nodes: 1, Memory: true})
+	for _, tc := range []struct {
+		version string
+		id      int
+		want    func(pid uint32) bool
+	}{
+		{"v25.2.0", 2047, func(pid uint32) bool { return pid>>20 == 2047 }},
+		{"v25.2.0", 2048, func(pid uint32) bool { return pid == 1<<31|2048 }},
+		{"v21.2.0", 2048, func(pid uint32) bool { return pid == 0 }},
+	} {
+		s := &session{n: &Node{c: c, id: tc.id}, be: pgproto3.NewBackend(strings.NewReader(""), io.Discard), version: parseVersion(tc.version)}
+		s.identify(&Faults{})
+		if !tc.want(s.key.pid) {
+			t.Errorf("%s, node %d: %#x", tc.version, tc.id, s.key.pid)
+		}
+	}
+}
+
+func TestJobsWait(t *testing.T) {
+	var steps []Step
+	c := start(t, Config{Nodes: 1, Settings: Settings{JobsTimeout: 5 * time.Millisecond}, OnStep: func(_ *Node, s Step) { steps = append(steps, s) }})
+	r := c.Node(1).Drain(t.Context())
+	if got := fmt.Sprint(steps); got != "[announced unready refusing jobs wait closing departed flagged]" || r.Jobs < 5*time.Millisecond {
+		t.Errorf("%s %+v", got, r)
+	}
+}
+
 func TestPrivilegesByVersion(t *testing.T) {
 	const (
 		instances = "SELECT id, is_draining FROM system.sql_instances"

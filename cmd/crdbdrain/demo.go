@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -24,49 +25,68 @@ var demoCommand = command{
 	name:    "demo",
 	summary: "a rolling restart of a simulated cluster, as pgx and crdbdrain see it",
 	help: `NAME
-    crdbdrain demo - a rolling restart of a simulated cluster, as pgx and crdbdrain see it
+    crdbdrain demo - a rolling restart of a simulated cluster, as pgx and
+    crdbdrain see it
 
 SYNOPSIS
     crdbdrain demo [-json]
 
 DESCRIPTION
-    Starts two simulated clusters in this process, each of three nodes behind a load balancer, one for database/sql
-    with the driver pgx and one for the driver crdbdrain. The same load (single statements and short transactions, 16
-    workers on 30 connections) runs on both at the same time while every node is drained, stopped and started again,
-    one after the other. The application never tries anything again by itself.
+    Starts two simulated clusters in this process, each of three nodes behind a
+    load balancer: one for database/sql with the driver pgx, one for the driver
+    crdbdrain. The same load (single statements and short transactions, 16
+    workers on 30 connections) runs on both at the same time, while every node
+    is drained, stopped and started again, one after the other. The application
+    tries nothing again by itself.
 
     This is done twice:
 
-    window     The server leaves connections alone for a while after it has said that it drains:
-               server.shutdown.initial_wait=1s, server.shutdown.connections.timeout=4s. crdbdrain asks the nodes'
-               readiness endpoints, which takes no privilege.
-    defaults   The server's default settings: idle connections are closed within milliseconds, without a warning.
+    window
+        The server leaves connections alone for a while after it has said that
+        it drains: server.shutdown.initial_wait=1s,
+        server.shutdown.connections.timeout=4s. crdbdrain asks the nodes'
+        readiness endpoints (crdbdrain_readiness), which takes no privilege.
 
-    Progress goes to standard error, the result to standard output. It takes about half a minute, and needs no
-    database and no network but the loopback interface. Ctrl-C ends it.
+    defaults
+        The server's default settings: idle connections are closed within
+        milliseconds, without a warning. crdbdrain has no parameters either.
+
+    Progress goes to standard error, the result to standard output. It takes
+    about half a minute, and needs no database, and no network but the loopback
+    interface. Ctrl-C ends it.
 
 FLAGS
-    -json      Print one line of JSON instead of the tables: {"drivers":[…],"scenarios":[…]}. "drivers" has the sums
-               over both scenarios, with the drain times in their order and the connections per node of the last one.
-    -h         Print this text.
+    -json
+        Print one line of JSON instead of the table:
+        {"drivers":[...],"scenarios":[{"name":...,"drivers":[...]},...]}.
+        The outer "drivers" has the sums over both scenarios, with the drain
+        times in their order; its connections per node are the last scenario's.
+    -h
+        Print this text.
 
 OUTPUT
-    operations             calls of the application: a statement, or a transaction of two statements
+    operations             calls of the application: a statement, or a
+                           transaction of two
     errors                 operations that failed, by SQLSTATE or kind
-    lost connections       closed by the server because their node drained, as the server counts
-    culled connections     given up by crdbdrain in time, as the driver counts
-    requests run again     what the server said it had not executed, as the driver counts
-    drains                 from the start of a node's drain to its end
-    latency                of operations, failed ones included; "steady" is before the first drain, "roll" from the
-                           first drain to the end of the last node's return
+    lost connections       closed by the server because their node drained, as
+                           the server counts
+    culled connections     given up in time, as the driver counts
+    requests run again     what the server said it had not executed, as the
+                           driver counts
+    drain of node          from the start of the node's drain to its end
+    steady, roll           latency of operations, failed ones included: before
+                           the first drain; from then until the last node is
+                           back
     connections per node   after the roll
 
 EXIT STATUS
-    0 when the demonstration ran, whatever it showed; 1 if it could not run; 130 if it was interrupted.
+    0 when the demonstration ran, whatever it showed; 1 if it could not run; 130
+    if it was interrupted.
 
 NOTE
-    The simulated cluster (package crdbdraintest) is made from CockroachDB's source and documentation: the order of
-    its steps, its messages, its errors. It is not CockroachDB, and its latency is a fixed number.
+    The simulated cluster (package crdbdraintest) is made from CockroachDB's
+    source and documentation: the order of its steps, its messages, its errors.
+    It is not CockroachDB, and its latency is a fixed number.
 `,
 	run: func(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		flags := flag.NewFlagSet("demo", flag.ContinueOnError)
@@ -102,7 +122,6 @@ type demo struct {
 	down           time.Duration // how long a node is down
 	settle         time.Duration // between a node's return and the next drain
 	balancer       crdbdraintest.LoadBalancerConfig
-	params         string // of crdbdrain, for both scenarios
 	scenarios      []scenario
 	progress       func(format string, args ...any)
 }
@@ -110,8 +129,10 @@ type demo struct {
 // scenario is a way in which the server drains.
 type scenario struct {
 	name, title string
+	label       string // for progress
 	settings    crdbdraintest.Settings
 	window      time.Duration // what the settings leave; 0: nothing
+	params      string        // of crdbdrain; READINESS stands for the nodes' URLs
 }
 
 var defaultDemo = demo{
@@ -125,16 +146,16 @@ var defaultDemo = demo{
 	down:     300 * time.Millisecond,
 	settle:   500 * time.Millisecond,
 	balancer: crdbdraintest.LoadBalancerConfig{Interval: 100 * time.Millisecond, Fall: 2, Rise: 1},
-	params:   "&crdbdrain_poll_interval=300ms&crdbdrain_poll_interval_draining=200ms",
 	scenarios: []scenario{
 		{
-			name: "window", title: "window of 5 s",
+			name: "window", title: "window of 5 s", label: "With a window of 5 s",
 			settings: crdbdraintest.Settings{
 				InitialWait: time.Second, ConnectionsTimeout: 4 * time.Second, TransactionsTimeout: 10 * time.Second,
 			},
 			window: 5 * time.Second,
+			params: "&crdbdrain_readiness=READINESS&crdbdrain_window=5s&crdbdrain_poll_interval=300ms&crdbdrain_poll_interval_draining=200ms",
 		},
-		{name: "defaults", title: "server's defaults", settings: crdbdraintest.DefaultSettings()},
+		{name: "defaults", title: "server's defaults", label: "With the server's defaults", settings: crdbdraintest.DefaultSettings()},
 	},
 }
 
@@ -148,9 +169,9 @@ var drivers = []string{driverPgx, driverCrdbdrain}
 // run runs the scenarios one after the other, and in each the drivers side by side.
 func (d *demo) run(ctx context.Context) (*report, error) {
 	r := &report{workers: d.workers, conns: d.conns}
-	d.progress("Two simulated clusters of three nodes: one for pgx, one for crdbdrain. %d workers on %d connections each.", d.workers, d.conns)
+	d.progress("Two simulated clusters of three nodes, one for pgx and one for crdbdrain.")
 	for _, s := range d.scenarios {
-		d.progress("%s: every node is drained and restarted, one after the other …", s.title)
+		d.progress("%s: every node is drained and restarted, one after the other", s.label)
 		results, err := d.runScenario(ctx, s)
 		if err != nil {
 			return nil, err
@@ -221,10 +242,7 @@ func (d *demo) newSide(ctx context.Context, s scenario, driver string) (x *side,
 		x.db, err = sql.Open("pgx", x.cluster.DSN())
 	} else {
 		// sql.Open("crdbdrain", dsn) does the same; the connector is for its counts.
-		dsn := x.cluster.DSN() + d.params + "&crdbdrain_readiness=" + x.cluster.ReadinessURLs()
-		if s.window > 0 {
-			dsn += "&crdbdrain_window=" + s.window.String()
-		}
+		dsn := x.cluster.DSN() + strings.Replace(s.params, "READINESS", x.cluster.ReadinessURLs(), 1)
 		var cfg *pgx.ConnConfig
 		if cfg, err = pgx.ParseConfig(dsn); err != nil {
 			return nil, err
@@ -348,7 +366,7 @@ func pause(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// The phases of a load. An operation belongs to the one in which it began.
+// The phases of a load.
 const (
 	phaseUnmeasured = iota // counted, but its latency is not
 	phaseSteady
@@ -382,6 +400,9 @@ func startLoad(db *sql.DB, workers int, think time.Duration) *load {
 				phase, begin := l.phase.Load(), time.Now()
 				err := operation(db, n)
 				s.ops++
+				if phase == phaseSteady && l.phase.Load() == phaseRoll {
+					phase = phaseRoll // it met the first drain
+				}
 				if phase != phaseUnmeasured {
 					s.took[phase] = append(s.took[phase], time.Since(begin))
 				}

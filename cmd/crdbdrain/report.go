@@ -195,7 +195,7 @@ func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Mi
 // text is the report as a table, and in words.
 func (r *report) text() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "\nEvery node of three drained and restarted under load (%d workers on %d connections)\n\n", r.workers, r.conns)
+	fmt.Fprintf(&b, "\nEvery node drained and restarted under load (%d workers, %d connections)\n\n", r.workers, r.conns)
 	b.WriteString(r.table())
 	b.WriteByte('\n')
 	for _, p := range r.words() {
@@ -341,15 +341,20 @@ func (r *report) words() []string {
 	var all []string
 	for _, s := range r.scenarios {
 		p, c := s.drivers[0], s.drivers[1]
+		lost, left := fmt.Sprintf("%d of pgx's connections and %d of crdbdrain's", p.lost, c.lost), ""
+		if c.lost == 0 {
+			lost, left = fmt.Sprintf("%d of pgx's connections and none of crdbdrain's", p.lost), ", which had left in time"
+		}
+		saw := fmt.Sprintf("the application saw %s with pgx and %s with crdbdrain", errorsSeen(p), errorsSeen(c))
 		if s.window > 0 {
 			all = append(all, fmt.Sprintf(
-				"With a window the server closed %d of pgx's connections and %d of crdbdrain's, which had left in time; the application saw %s with pgx and %s with crdbdrain. A node's drain ends when its last connection has left: after %.1f s on average with pgx, %.1f s with crdbdrain.",
-				p.lost, c.lost, errorsSeen(p), errorsSeen(c), mean(p.drains), mean(c.drains)))
+				"With a window the server closed %s%s; %s. A drain is over as soon as the last connection is gone: after %.1f s on average with pgx, %.1f s with crdbdrain.",
+				lost, left, saw, mean(p.drains), mean(c.drains)))
 			continue
 		}
 		all = append(all, fmt.Sprintf(
-			"With the server's defaults nobody can leave in time: it closed %d of pgx's connections and %d of crdbdrain's; the application saw %s with pgx and %s with crdbdrain, which ran %d requests again on another node, after the server had said that it had not executed them.",
-			p.lost, c.lost, errorsSeen(p), errorsSeen(c), c.rerun))
+			"With the server's defaults nobody can leave in time: it closed %s; %s, which hands out no connection that the server has closed, and runs again what the server has said it did not execute (%d this time).",
+			lost, saw, c.rerun))
 	}
 	return append(all, "The cluster is simulated (package crdbdraintest, made from CockroachDB's source and documentation): what it shows is the order and the messages of a drain, not CockroachDB's speed.")
 }

@@ -1,0 +1,186 @@
+package crdbdrain
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// spares is a connector's sessions on unmarked nodes that nobody has had yet, dialled before the culls that need them, so
+// that no caller waits for a dial because of a cull. There are some only while a node is marked. They are outside the
+// pool's MaxOpenConns.
+type spares struct {
+	count   atomic.Int32 // len(ready), for the paths that must not wait
+	wanted  atomic.Bool  // keep some ready
+	waiting atomic.Int64 // by now(): since when a cull has been waiting for one; 0 if none is
+
+	mu      sync.Mutex
+	ready   []spare   // guarded by mu
+	needed  bool      // since the last time tended; guarded by mu
+	dialing int       // guarded by mu
+	retry   time.Time // no dial before; guarded by mu
+	failed  int       // dials in a row; guarded by mu
+}
+
+type spare struct {
+	s     *session
+	since time.Time
+}
+
+const (
+	spareUnused = time.Minute      // a spare that nobody needed for so long is closed
+	spareDial   = 10 * time.Second // bounds the dial of one
+	// recentUse tells, of idle sessions, those that the next burst will want again from those that it will not.
+	recentUse = time.Minute
+)
+
+// takeSpare returns a spare that is fit for use, or nil. It does not wait for anything.
+func (c *Connector) takeSpare() *session {
+	sp := &c.spares
+	for sp.count.Load() > 0 {
+		sp.mu.Lock()
+		var s *session
+		if last := len(sp.ready) - 1; last >= 0 {
+			s = sp.ready[last].s
+			sp.ready[last] = spare{}
+			sp.ready = sp.ready[:last]
+			sp.count.Store(int32(last)) //nolint:gosec // at most 1000
+		}
+		sp.mu.Unlock()
+		if s == nil {
+			return nil
+		}
+		if s.fit() {
+			return s
+		}
+		s.discard()
+	}
+	return nil
+}
+
+// putSpare keeps a session ready. It is discarded where none is wanted any more.
+func (c *Connector) putSpare(s *session) {
+	sp := &c.spares
+	c.mu.Lock()
+	closed := c.closed
+	if !closed && sp.wanted.Load() {
+		sp.mu.Lock()
+		sp.ready = append(sp.ready, spare{s, time.Now()})
+		sp.count.Store(int32(len(sp.ready))) //nolint:gosec // at most 1000
+		sp.mu.Unlock()
+		s = nil
+	}
+	c.mu.Unlock()
+	if s != nil {
+		s.discard()
+	}
+}
+
+// fit reports whether a session that nobody has may be handed out: open, nothing to read, on a node without a mark.
+func (s *session) fit() bool {
+	if s.pg.IsClosed() || s.link.words.Load() != goodbyeNone || s.w.isMarked(s) {
+		return false
+	}
+	look := s.link.peeker.peek()
+	return look == peekQuiet || look == peekUnknown
+}
+
+// tendSpares keeps the connector's spares, while it has sessions that have to leave a node, and closes them otherwise.
+// Only the watchdog calls it. The dials are made in the background.
+func (c *Connector) tendSpares(need bool, t time.Time) {
+	sp := &c.spares
+	if c.cfg.spares == 0 || c.cfg.mode != modeOn {
+		return
+	}
+	sp.mu.Lock()
+	var old []*session
+	kept := sp.ready[:0]
+	for _, r := range sp.ready {
+		switch unused := t.Sub(r.since) > spareUnused; {
+		case !need || unused || !r.s.fit():
+			old = append(old, r.s)
+			if unused {
+				sp.wanted.Store(false) // until a cull asks
+			}
+		default:
+			kept = append(kept, r)
+		}
+	}
+	clear(sp.ready[len(kept):])
+	sp.ready = kept
+	sp.count.Store(int32(len(kept))) //nolint:gosec // at most 1000
+	dial := 0
+	if need && !sp.needed {
+		sp.wanted.Store(true) // before the first cull needs one
+	}
+	sp.needed = need
+	if !need {
+		sp.wanted.Store(false)
+		sp.waiting.Store(0)
+		sp.retry, sp.failed = time.Time{}, 0
+	} else if sp.wanted.Load() && !t.Before(sp.retry) {
+		dial = max(0, c.cfg.spares-len(kept)-sp.dialing)
+		sp.dialing += dial
+	}
+	sp.mu.Unlock()
+	for _, s := range old {
+		s.discard()
+	}
+	for range dial {
+		c.dialSpare()
+	}
+}
+
+// dialSpare dials one spare in the background.
+func (c *Connector) dialSpare() {
+	c.mu.Lock()
+	closed := c.closed
+	if !closed {
+		c.closing.Add(1)
+	}
+	c.mu.Unlock()
+	if closed {
+		return
+	}
+	go func() {
+		defer c.closing.Done()
+		ctx, cancel := context.WithTimeout(c.ctx, spareDial)
+		defer cancel()
+		s, err := c.connect(ctx)
+		ok := err == nil && s.w != nil && s.stamp() != 0 && s.fit()
+		sp := &c.spares
+		sp.mu.Lock()
+		sp.dialing--
+		if ok {
+			sp.failed = 0
+		} else {
+			// The server is full, or every dial lands on a marked node: there is nowhere to go for now.
+			sp.retry = time.Now().Add(min(250*time.Millisecond<<min(sp.failed, 7), 30*time.Second))
+			sp.failed++
+		}
+		sp.mu.Unlock()
+		switch {
+		case ok:
+			c.putSpare(s)
+		case err == nil:
+			s.discard()
+		}
+	}()
+}
+
+// awaits reports whether a cull should rather wait for a spare, which it then asks for. It waits no longer than a part of
+// the pace's gap: the window does not wait.
+func (sp *spares) awaits(gap time.Duration) bool {
+	if sp.count.Load() > 0 {
+		return false
+	}
+	sp.wanted.Store(true)
+	t := now()
+	since := sp.waiting.Load()
+	if since == 0 {
+		sp.waiting.CompareAndSwap(0, t)
+		return true
+	}
+	return t-since < int64(gap/4)
+}
