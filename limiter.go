@@ -62,6 +62,9 @@ const windowShare = 0.6
 // defaultWindow is what crdbdrain_window=auto stands for where the server's settings are not known.
 const defaultWindow = 10 * time.Second
 
+// minWindow stands for a shorter window: there is then no time, but still an order.
+const minWindow = 100 * time.Millisecond
+
 // leaving is a marked node's need: connections that have to leave, and the time they have.
 type leaving struct {
 	conns int

@@ -342,6 +342,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 		}
 	}
 	w.marks.Store(m)
+	w.signal(of)
 	w.pokeSweep()
 	return events
 }

@@ -22,8 +22,8 @@ import (
 	"github.com/crdbdrain/crdbdrain/crdbdraintest"
 )
 
-// still keeps the watchdog from polling while a test marks nodes by hand.
-const still = "crdbdrain_sources=errors&crdbdrain_poll_interval=1h"
+// still keeps the watchdog from polling while a test marks nodes by hand, and from dialling spares.
+const still = "crdbdrain_sources=errors&crdbdrain_poll_interval=1h&crdbdrain_spares=0"
 
 // raceDetector says whether the tests run under it; bounds on time mean nothing then.
 var raceDetector = func() bool {
@@ -365,7 +365,7 @@ func TestB04IdleConnectionsLeaveWithoutTraffic(t *testing.T) {
 	const stagger = 40 * time.Millisecond
 	c := startCluster(t, crdbdraintest.Config{Nodes: 2})
 	c.Grant("app", "VIEWSYSTEMTABLE")
-	p := openOn(t, c, "crdbdrain_sources=instances&crdbdrain_poll_interval=100ms&crdbdrain_window=1h&crdbdrain_cull_stagger=40ms")
+	p := openOn(t, c, "crdbdrain_sources=instances&crdbdrain_spares=0&crdbdrain_poll_interval=100ms&crdbdrain_window=1h&crdbdrain_cull_stagger=40ms")
 	fill(t, p.DB, 10)
 	p.refuge(t, c)
 	drainFor(t, c, c.Node(1))
@@ -1078,7 +1078,7 @@ func TestI05OneBadReadingDoesNotEmptyThePool(t *testing.T) {
 	c := startCluster(t, crdbdraintest.Config{})
 	c.Grant("app", "VIEWSYSTEMTABLE")
 	var log lockedBuffer
-	p := open(t, c.DSN(), "crdbdrain_sources=instances&crdbdrain_poll_interval=100ms&crdbdrain_window=24h&crdbdrain_cull_stagger=200ms", WithLogger(log.logger()))
+	p := open(t, c.DSN(), "crdbdrain_sources=instances&crdbdrain_spares=0&crdbdrain_poll_interval=100ms&crdbdrain_window=24h&crdbdrain_cull_stagger=200ms", WithLogger(log.logger()))
 	fill(t, p.DB, 12)
 	l := startLoad(t, p.DB, 4, time.Millisecond)
 	lying(c, 3)
@@ -1131,7 +1131,7 @@ func TestPoolsShareAWatchdog(t *testing.T) {
 	c.Grant("app", "VIEWSYSTEMTABLE")
 	pools := make([]*pool, 5)
 	for i := range pools {
-		pools[i] = open(t, c.DSN(), "crdbdrain_sources=instances&crdbdrain_poll_interval=200ms&crdbdrain_cull_stagger=0")
+		pools[i] = open(t, c.DSN(), "crdbdrain_sources=instances&crdbdrain_spares=0&crdbdrain_poll_interval=200ms&crdbdrain_cull_stagger=0")
 		fill(t, pools[i].DB, 4)
 	}
 	w := pools[0].c.watchdog.Load()

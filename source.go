@@ -66,9 +66,10 @@ type question struct {
 type pollResult struct {
 	answers []answer
 	rule    uint32
-	goodbye nodeID // the node whose goodbye the watchdog's own connection met
-	onNode  nodeID // the node that the watchdog's own connection is on
-	err     error  // why the watchdog has no connection of its own
+	goodbye nodeID        // the node whose goodbye the watchdog's own connection met
+	onNode  nodeID        // the node that the watchdog's own connection is on
+	window  time.Duration // what the server's settings leave; -1 if they were not asked for or not told
+	err     error         // why the watchdog has no connection of its own
 }
 
 // The statements of the watchdog. They are constants, select only what is used, and are sent with the simple protocol.
@@ -82,6 +83,13 @@ const (
 	// v25.4 and later; off by default from v26.1 on.
 	sqlUnsafeInternals = "SET allow_unsafe_internals = on"
 )
+
+// sqlWindow asks for the settings that make the window, under their names of v23.2 and later, and of earlier versions.
+// Where the role may not see them the answer is an error, and the window stays what it was taken to be.
+var sqlWindow = [2][2]string{
+	{"SHOW CLUSTER SETTING server.shutdown.initial_wait", "SHOW CLUSTER SETTING server.shutdown.connections.timeout"},
+	{"SHOW CLUSTER SETTING server.shutdown.drain_wait", "SHOW CLUSTER SETTING server.shutdown.connection_wait"},
+}
 
 const (
 	maxRows    = 10_000
@@ -135,6 +143,9 @@ func (w *watchdog) take(r pollResult) (again bool) {
 				w.log.Warn("crdbdrain: the watchdog cannot connect; which node a connection is on stays unknown", "error", redact(err))
 			})
 		}
+	}
+	if r.window >= 0 {
+		w.learned.Store(int64(max(r.window, minWindow)))
 	}
 	for _, a := range r.answers {
 		s := &w.sources[a.source]
@@ -209,6 +220,54 @@ type poller struct {
 	w         *watchdog
 	side      *sideConn // the watchdog's own connection; nil while there is none
 	readiness *readiness
+
+	windowAsked time.Time
+}
+
+// windowAgain is how often the server's settings are asked for: somebody may change them, or grant the privilege.
+const windowAgain = 30 * time.Minute
+
+// askWindow reads the server's settings. It returns -1 where it does not get to know both.
+func askWindow(ctx context.Context, side asker) time.Duration {
+	for _, names := range sqlWindow {
+		var sum time.Duration
+		known := 0
+		for _, sql := range names {
+			rows, err := side.ask(ctx, sql)
+			if err != nil {
+				if sqlState(err) == stateInsufficientPrivs {
+					return -1
+				}
+				break
+			}
+			if len(rows) != 1 || len(rows[0]) != 1 || rows[0][0] == nil {
+				return -1
+			}
+			d, ok := parseInterval(*rows[0][0])
+			if !ok {
+				return -1
+			}
+			sum += d
+			known++
+		}
+		if known == len(names) {
+			return sum
+		}
+	}
+	return -1
+}
+
+// parseInterval reads an interval as the server prints it, "00:00:04" or "00:01:30.5", or a Go duration, "4s".
+func parseInterval(s string) (time.Duration, bool) {
+	if d, err := time.ParseDuration(s); err == nil {
+		return d, d >= 0 && d <= 24*time.Hour
+	}
+	parts := strings.Split(s, ":")
+	if len(parts) != 3 {
+		return 0, false
+	}
+	d, err := time.ParseDuration(parts[0] + "h" + parts[1] + "m" + parts[2] + "s")
+	return d, err == nil && d >= 0 && d <= 24*time.Hour
 }
 
 func newPoller(w *watchdog) *poller {
@@ -260,6 +319,7 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 			due = append(due, id)
 		}
 	}
+	r.window = -1
 	if len(due) == 0 && q.rule != ruleUnknown || q.pgx == nil {
 		return r
 	}
@@ -291,6 +351,7 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 // askSQL asks the SQL sources that are due on one connection.
 func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r pollResult) {
 	start := time.Now()
+	r.window = -1
 	if p.side == nil {
 		side, err := dialSide(ctx, q, p.w.cfg)
 		if err != nil {
@@ -320,6 +381,11 @@ func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r poll
 		}
 		a.took = time.Since(start)
 		r.answers = append(r.answers, a)
+		// A role that may read a source may be allowed to see the settings; any other is not asked to fail.
+		if a.err == nil && a.off == "" && p.w.cfg.window == 0 && time.Since(p.windowAsked) > windowAgain {
+			p.windowAsked = time.Now()
+			r.window = askWindow(ctx, p.side)
+		}
 	}
 	return r
 }

@@ -36,6 +36,9 @@ type session struct {
 	asked  bool      // the stamp is the server's own answer, not the PID's
 	opened time.Time // when the dial began
 
+	draining  chan struct{} // closed when the node is marked; made on demand; guarded by w.mu
+	signalled bool          // it is closed; guarded by w.mu
+
 	// The session that takes this one's place with its holder, set before the sweep takes this one.
 	replacement atomic.Pointer[session]
 

@@ -25,6 +25,7 @@ type watchdog struct {
 	pace    pace
 	nowhere atomic.Bool  // said that there is nowhere to go
 	noticed atomic.Int64 // now(), when a source last said that a node leaves
+	learned atomic.Int64 // the window by the server's settings, a duration; 0: not known
 
 	fullUntil atomic.Int64 // by now(): servers have too many connections, nothing is culled
 	fullTimes atomic.Int32 // in a row
@@ -204,7 +205,9 @@ func (w *watchdog) pokeSweep() {
 }
 
 // window is how long a draining node is taken to leave connections alone.
-func (w *watchdog) window() time.Duration { return cmp.Or(w.cfg.window, defaultWindow) }
+func (w *watchdog) window() time.Duration {
+	return cmp.Or(w.cfg.window, time.Duration(w.learned.Load()), defaultWindow)
+}
 
 // keep is how long a source's last answer holds while it fails.
 func (w *watchdog) keep() time.Duration { return 3 * w.cfg.pollInterval }

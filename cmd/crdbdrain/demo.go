@@ -23,7 +23,7 @@ import (
 
 var demoCommand = command{
 	name:    "demo",
-	summary: "a rolling restart of a simulated cluster, as pgx and crdbdrain see it",
+	summary: "a rolling restart, as pgx and crdbdrain see it",
 	help: `NAME
     crdbdrain demo - a rolling restart of a simulated cluster, as pgx and
     crdbdrain see it
