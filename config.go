@@ -141,7 +141,6 @@ func (c *config) keys() []configKey {
 var notYet = map[string]func(c *config) bool{
 	"crdbdrain_feed":            func(c *config) bool { return c.feed != "" },
 	"crdbdrain_feed_token_file": func(c *config) bool { return c.feedTokenFile != "" },
-	"crdbdrain_ttl":             func(c *config) bool { return c.ttl > 0 },
 	"crdbdrain_max_connections": func(c *config) bool { return c.maxConnections > 0 },
 }
 

@@ -175,10 +175,12 @@ const (
 	// maxSteer is how often a connection that lands on a marked node is dialled again before it is kept: while a node is
 	// "unready" (server.shutdown.initial_wait) it still accepts, and a load balancer may not have noticed yet.
 	maxSteer = 3
-	// maxRefused is how often a dial that a draining node refused is tried again, and the waits between the tries:
-	// 50 ms, doubled each time, each shortened by up to half at random: 0.8 to 1.6 s in all.
+	// maxRefused is how often a dial that a draining node refused is tried again, and the waits between the tries: 5, 20,
+	// 80, 320 and 800 ms, each shortened by up to half at random. The first try behind a load balancer usually lands
+	// elsewhere; the later ones give it the time to notice.
 	maxRefused   = 5
-	firstRefusal = 50 * time.Millisecond
+	firstRefusal = 5 * time.Millisecond
+	lastRefusal  = 800 * time.Millisecond
 )
 
 // Connect opens a connection. A connection that lands on a marked node is closed and dialled again, at most three times,
@@ -203,7 +205,7 @@ func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 func (c *Connector) connect(ctx context.Context) (*session, error) {
 	s, err := c.dial(ctx)
 	for try := 0; err != nil && try < maxRefused && (isRefusal(err) || c.cutByDrain(err)); try++ {
-		wait := firstRefusal << try
+		wait := min(firstRefusal<<(2*try), lastRefusal)
 		if !sleep(ctx, wait-rand.N(wait/2)) {
 			return nil, err
 		}
@@ -274,8 +276,9 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 		marked = w.markedHosts()
 	}
 	cc := *c.cfg.pgx
-	orderHosts(&cc.Config, c.cfg.hostOrder, marked)
-	s := &session{connector: c, opened: a.start}
+	prefer, _ := ctx.Value(preferKey{}).(map[string]bool)
+	orderHosts(&cc.Config, c.cfg.hostOrder, marked, prefer)
+	s := &session{connector: c, opened: a.start, jitter: rand.N(c.cfg.ttl/10 + 1)}
 	opts := append([]stdlib.OptionOpenDB{stdlib.OptionShouldPing(s.shouldPing)}, c.stdOpts...)
 	std, err := stdlib.GetConnector(cc, opts...).Connect(context.WithValue(ctx, attemptKey{}, a))
 	if w != nil && len(a.refused) > 0 {
@@ -334,9 +337,12 @@ func askNodeID(ctx context.Context, pg *pgconn.PgConn) (nodeID, error) {
 	return 0, errors.New("no node ID")
 }
 
+// preferKey is the context key of the hosts that a dial should try first.
+type preferKey struct{}
+
 // orderHosts puts the hosts into the order in which pgx is to try them: at random (crdbdrain_host_order), those known to
-// be a marked node last. The variants of one host (sslmode=prefer has two) stay together and in order.
-func orderHosts(cc *pgconn.Config, order hostOrder, marked map[string]bool) {
+// be a marked node last, preferred ones first. The variants of one host (sslmode=prefer has two) stay together and in order.
+func orderHosts(cc *pgconn.Config, order hostOrder, marked, prefer map[string]bool) {
 	if len(cc.Fallbacks) == 0 {
 		return
 	}
@@ -354,9 +360,11 @@ func orderHosts(cc *pgconn.Config, order hostOrder, marked map[string]bool) {
 	if order == hostOrderRandom {
 		rand.Shuffle(len(groups), func(i, j int) { groups[i], groups[j] = groups[j], groups[i] })
 	}
-	slices.SortStableFunc(groups, func(a, b []*pgconn.FallbackConfig) int {
-		return boolInt(marked[hostKey(a[0].Host, a[0].Port)]) - boolInt(marked[hostKey(b[0].Host, b[0].Port)])
-	})
+	rank := func(g []*pgconn.FallbackConfig) int {
+		key := hostKey(g[0].Host, g[0].Port)
+		return boolInt(marked[key]) - boolInt(prefer[key])
+	}
+	slices.SortStableFunc(groups, func(a, b []*pgconn.FallbackConfig) int { return rank(a) - rank(b) })
 	hosts = slices.Concat(groups...)
 	cc.Host, cc.Port, cc.TLSConfig = hosts[0].Host, hosts[0].Port, hosts[0].TLSConfig
 	cc.Fallbacks = hosts[1:]
@@ -406,22 +414,22 @@ func (c *Connector) attach() *watchdog {
 	return w
 }
 
+// background runs f in a goroutine that Close waits for. It reports false, and runs nothing, once the connector is closed.
+func (c *Connector) background(f func()) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return false
+	}
+	c.closing.Go(f)
+	return true
+}
+
 // closeLater closes a connection in the background: a Terminate, no CancelRequest, five seconds at most.
 func (c *Connector) closeLater(std *stdConn) {
-	c.mu.Lock()
-	closed := c.closed
-	if !closed {
-		c.closing.Add(1)
-	}
-	c.mu.Unlock()
-	if closed {
+	if !c.background(func() { _ = std.Close() }) {
 		_ = std.Close()
-		return
 	}
-	go func() {
-		defer c.closing.Done()
-		_ = std.Close()
-	}()
 }
 
 // Close ends what the connector runs in the background: it leaves the cluster's watchdog, which stops with its last
@@ -448,5 +456,5 @@ func (c *Connector) Driver() driver.Driver { return theDriver }
 // never the password. Newlines would let a server forge lines.
 func redact(err error) string {
 	s := strings.Join(strings.Fields(err.Error()), " ")
-	return s[:min(len(s), 512)]
+	return strings.ToValidUTF8(s[:min(len(s), 512)], "")
 }

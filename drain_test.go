@@ -204,3 +204,74 @@ func TestUnannouncedDrains(t *testing.T) {
 		})
 	}
 }
+
+// spread returns the number of sessions on each node, without the watchdog's.
+func spread(c *crdbdraintest.Cluster) (counts []int) {
+	for _, n := range c.Nodes() {
+		counts = append(counts, n.Stats().Open)
+	}
+	return counts
+}
+
+// After a roll every node has its share again, and then nothing moves.
+func TestTheWayHome(t *testing.T) {
+	t.Parallel()
+	for _, hosts := range []string{"load balancer", "several hosts"} {
+		t.Run(hosts, func(t *testing.T) {
+			t.Parallel()
+			c := crdbdraintest.Start(crdbdraintest.Config{Settings: crdbdraintest.Settings{
+				InitialWait: 500 * time.Millisecond, ConnectionsTimeout: 2 * time.Second, TransactionsTimeout: 10 * time.Second}})
+			defer c.Close()
+			dsn := c.DSN()
+			if hosts == "several hosts" {
+				dsn = c.DSNAll()
+			}
+			db := open(t, dsn, "crdbdrain_poll_interval=200ms&crdbdrain_poll_interval_draining=100ms&crdbdrain_window=2500ms&crdbdrain_readiness="+c.ReadinessURLs())
+			fill(t, db.DB, 30)
+			l := startLoad(t, db.DB, 8, time.Millisecond)
+			time.Sleep(500 * time.Millisecond)
+			d := c.Node(3).Drain(context.Background())
+			t.Log(d)
+			c.Node(3).Stop()
+			time.Sleep(time.Second)
+			c.Node(3).Start()
+			even := func() bool {
+				for _, n := range spread(c) {
+					if n < 8 || n > 12 {
+						return false
+					}
+				}
+				return true
+			}
+			start := time.Now()
+			for !even() {
+				if time.Since(start) > 30*time.Second {
+					w := db.c.watchdog.Load()
+					w.mu.Lock()
+					counts, share := w.shares(db.c)
+					t.Logf("%+v pending %d moving %v counts %v share %v marks %v", w.balance, len(w.pending), w.moving.Load(), counts, share, w.marks.Load())
+					for id, n := range w.nodes {
+						for s := range n.held {
+							t.Log(id, s.state.Load(), s.reserve.Load(), s.replacement.Load() != nil)
+						}
+					}
+					w.mu.Unlock()
+					t.Fatalf("after 30 s the connections are spread %v %+v", spread(c), db.c.Stats())
+				}
+				time.Sleep(50 * time.Millisecond)
+			}
+			t.Logf("even after %v: %v", time.Since(start), spread(c))
+			time.Sleep(2 * time.Second)
+			before := db.c.Stats().Moved
+			time.Sleep(2 * time.Second)
+			if after := db.c.Stats().Moved; after != before {
+				t.Errorf("%d connections moved at rest", after-before)
+			}
+			l.stop()
+			t.Logf("%d operations, %+v, %v", l.ops.Load(), db.c.Stats(), spread(c))
+			if len(l.errors) > 0 {
+				t.Errorf("errors: %v", l.errors)
+			}
+		})
+	}
+}

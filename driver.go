@@ -66,6 +66,7 @@ import (
 	"context"
 	"database/sql"
 	"database/sql/driver"
+	"io"
 	"time"
 
 	"github.com/XSAM/otelsql"
@@ -92,10 +93,20 @@ func (d *Driver) Open(dsn string) (driver.Conn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	dc, err := c.Connect(ctx)
-	if one, ok := dc.(*conn); ok {
+	if err != nil {
+		if closer, ok := c.(io.Closer); ok {
+			_ = closer.Close()
+		}
+		return nil, err
+	}
+	inner := dc
+	if wrapped, ok := dc.(interface{ Raw() driver.Conn }); ok { // otelsql's
+		inner = wrapped.Raw()
+	}
+	if one, ok := inner.(*conn); ok {
 		one.single = true
 	}
-	return dc, err
+	return dc, nil
 }
 
 // OpenConnector reads the DSN; an error names the parameter and the accepted form, and contains no secret. It dials

@@ -308,6 +308,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 				events = append(events, w.drainOver(d, t, "withdrawn"))
 			}
 			delete(w.drains, id)
+			w.returned()
 			n := w.nodeOf(id)
 			n.stuckTimes = 0
 			n.stuckUntil.Store(0)
@@ -390,15 +391,24 @@ func (w *watchdog) listed(of map[nodeID]*mark) (until time.Time) {
 func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, t time.Time) []event {
 	s := &w.sources[source]
 	changed := !maps.Equal(s.nodes, nodes)
+	for id, state := range nodes {
+		if _, known := s.nodes[id]; len(s.nodes) > 0 && !known && state.live {
+			w.returned() // it has joined, or was away
+		}
+	}
 	s.nodes, s.answered = nodes, t
 	for id, said := range w.notices {
 		if said[source] != nil && !nodes[id].leaving() {
 			said[source] = nil
 			changed = true
 		}
-		if source == sourceGossip && !nodes[id].draining {
-			delete(w.cleared, id)
-		}
+	}
+	if source == sourceGossip {
+		// The record of before may still be on its way: only a later epoch, or the node's end, says that it is not.
+		maps.DeleteFunc(w.cleared, func(id nodeID, epoch int64) bool {
+			state, listed := nodes[id]
+			return !listed || state.epoch > epoch
+		})
 	}
 	for id, state := range nodes {
 		if !state.leaving() {
@@ -474,6 +484,9 @@ func (w *watchdog) cameBack(s *session) (events []event) {
 	}
 	changed := false
 	if n := said[sourceErrors]; n != nil && s.opened.After(n.heard) {
+		if known, listed := w.sources[sourceGossip].nodes[id]; listed && n.over {
+			w.cleared[id] = known.epoch // gossip has yet to hear of that drain
+		}
 		said[sourceErrors] = nil
 		changed = true
 	}
@@ -512,6 +525,19 @@ func (b *addrBook) learn(a *attempt, id nodeID) {
 			b.hosts[host] = append(b.hosts[host], a.addr)
 		}
 	}
+}
+
+// hostsOf returns the hosts of the DSN that have an address of one of the nodes.
+func (b *addrBook) hostsOf(nodes []nodeID) map[string]bool {
+	hosts := make(map[string]bool)
+	for host, addrs := range b.hosts {
+		for _, addr := range addrs {
+			if id := b.nodeAt(addr); id != 0 && slices.Contains(nodes, id) {
+				hosts[host] = true
+			}
+		}
+	}
+	return hosts
 }
 
 // nodeAt returns the node at an address, or 0 where it is not known to be just one: one that another address answers for

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"reflect"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -33,6 +34,8 @@ const (
 const (
 	reasonDraining cullReason = iota
 	reasonDecommissioning
+	reasonRebalance
+	reasonTTL
 	numReasons
 )
 
@@ -51,7 +54,7 @@ const (
 
 var (
 	pointNames  = [numPoints]string{"return", "checkout", "sweep"}
-	reasonNames = [numReasons]string{"draining", "decommissioning"}
+	reasonNames = [numReasons]string{"draining", "decommissioning", "rebalance", "ttl"}
 	lostNames   = [numLostStates]string{"idle", "active"}
 	rerunNames  = [numRerunKinds]string{"begin", "statement", "prepare"}
 	// refusedStates are the SQLSTATEs of crdbdrain.dial.refused; any other is "other".
@@ -66,12 +69,13 @@ type Stats struct {
 	Throttled int64 // culls that the pace put off; a connection can be put off many times
 	Rerun     int64 // requests run again that the server had not executed
 	Refused   int64 // dials that a draining node refused
+	Moved     int64 // connections replaced in calm times: the way home after a drain, and crdbdrain_ttl
 	Steered   int64 // dials made again because the connection landed on a draining node
 }
 
 // tally is Stats while it is being counted.
 type tally struct {
-	culled, observed, lost, throttled, rerun, refused, steered atomic.Int64
+	culled, observed, lost, throttled, rerun, refused, steered, moved atomic.Int64
 }
 
 // Stats returns what the connector has counted. It is safe for concurrent use.
@@ -83,6 +87,7 @@ func (c *Connector) Stats() Stats {
 		Throttled: c.tally.throttled.Load(),
 		Rerun:     c.tally.rerun.Load(),
 		Refused:   c.tally.refused.Load(),
+		Moved:     c.tally.moved.Load(),
 		Steered:   c.tally.steered.Load(),
 	}
 }
@@ -303,6 +308,12 @@ func (w *watchdog) countCulled(s *session, mk *mark, point cullPoint, observed b
 	w.drainCount(s, func(d *drain) { d.culled++ })
 }
 
+func (w *watchdog) countMoved(s *session, reason cullReason, point cullPoint) {
+	s.connector.tally.moved.Add(1)
+	in := s.connector.instruments()
+	in.culled.Add(context.Background(), 1, in.culledBy[point][reason][0])
+}
+
 func (w *watchdog) countThrottled(s *session, point cullPoint) {
 	s.connector.tally.throttled.Add(1)
 	in := s.connector.instruments()
@@ -316,29 +327,37 @@ func (w *watchdog) countLost(s *session, state lostState) {
 	w.drainCount(s, func(d *drain) { d.lost++ })
 }
 
+// stateClass is the class of a SQLSTATE, its first two characters, and "other" where there is none: a server can send
+// any text in its place.
+func stateClass(state string) string {
+	if len(state) != 5 || strings.Trim(state, "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ") != "" {
+		return "other"
+	}
+	return state[:2]
+}
+
 func (w *watchdog) countPoll(a answer) {
 	if a.off != "" {
 		return
 	}
 	kind := ""
 	if a.err != nil {
-		if kind = sqlState(a.err); kind == "" {
-			kind = "other"
-		} else {
-			kind = kind[:min(len(kind), 2)] // the class: a fixed set
-		}
+		kind = stateClass(sqlState(a.err))
 	}
 	w.mu.Lock()
-	members := w.members
+	var in *instruments
+	if len(w.members) > 0 {
+		in = w.members[0].instruments()
+	}
 	w.mu.Unlock()
-	if len(members) == 0 {
+	if in == nil {
 		return
 	}
 	kv := []attribute.KeyValue{attribute.String("source", a.source.String())}
 	if kind != "" {
 		kv = append(kv, attribute.String("error.type", kind))
 	}
-	members[0].instruments().poll.Record(context.Background(), a.took.Seconds(), metric.WithAttributes(kv...))
+	in.poll.Record(context.Background(), a.took.Seconds(), metric.WithAttributes(kv...))
 }
 
 func (c *Connector) countRerun(kind rerunKind) {

@@ -101,7 +101,7 @@ func openOn(t testing.TB, c *crdbdraintest.Cluster, params string, opts ...Optio
 // refuge makes the pool know node 2, by a connection that node 1 would not take.
 func (p *pool) refuge(t testing.TB, c *crdbdraintest.Cluster) {
 	t.Helper()
-	c.Node(1).SetFaults(crdbdraintest.Faults{Refuse: &pgconn.PgError{Code: stateTooManyConnections, Message: "sorry, too many clients already"}})
+	c.Node(1).SetFaults(crdbdraintest.Faults{Refuse: &pgconn.PgError{Code: "57P03", Message: "the server is starting up"}})
 	defer c.Node(1).SetFaults(crdbdraintest.Faults{})
 	dc, err := p.c.Connect(t.Context())
 	if err != nil {
@@ -605,7 +605,7 @@ func TestB10StaleReadingsMakeNoTokens(t *testing.T) {
 // paperPool is a connector and its watchdog with connections that exist on paper only, in turn on the nodes given.
 func paperPool(t testing.TB, params string, n int, nodes ...nodeID) (*pool, *watchdog, []*session) {
 	t.Helper()
-	cc, err := pgx.ParseConfig("postgres://app@127.0.0.1:1/d?crdbdrain_poll_interval=24h&crdbdrain_sources=errors&" + params)
+	cc, err := pgx.ParseConfig("postgres://app@127.0.0.1:1/d?crdbdrain_poll_interval=24h&crdbdrain_sources=errors&crdbdrain_spares=0&" + params)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -325,7 +325,10 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 	}
 	for try := 0; ; try++ {
 		fresh := p.side == nil
-		if r = p.askSQL(ctx, q, due); p.side == nil || !p.side.pg.IsClosed() {
+		goodbye := r.goodbye // of the try before
+		r = p.askSQL(ctx, q, due)
+		r.goodbye = goodbye
+		if p.side == nil || !p.side.pg.IsClosed() {
 			break
 		}
 		r.goodbye = p.side.goodbye()
@@ -542,7 +545,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 	}
 	cc.OnNotice, cc.OnNotification, cc.ValidateConnect, cc.AfterConnect = nil, nil, nil, nil
 	cc.MaxProtocolMessageBodyLen = maxMessage
-	orderHosts(cc, cfg.hostOrder, nil)
+	orderHosts(cc, cfg.hostOrder, nil, nil)
 	// After a failure pgx dials once more to cancel what may still be running. There is nothing to cancel here, and the
 	// server may hang.
 	dial, connected := cc.DialFunc, false

@@ -52,6 +52,7 @@ func (c *Connector) takeSpare() *session {
 			return nil
 		}
 		if s.fit() {
+			s.reserve.Store(false)
 			return s
 		}
 		s.discard()
@@ -62,6 +63,7 @@ func (c *Connector) takeSpare() *session {
 // putSpare keeps a session ready. It is discarded where none is wanted any more.
 func (c *Connector) putSpare(s *session) {
 	sp := &c.spares
+	s.reserve.Store(true)
 	c.mu.Lock()
 	closed := c.closed
 	if !closed && sp.wanted.Load() {
@@ -134,17 +136,7 @@ func (c *Connector) tendSpares(need bool, t time.Time) {
 
 // dialSpare dials one spare in the background.
 func (c *Connector) dialSpare() {
-	c.mu.Lock()
-	closed := c.closed
-	if !closed {
-		c.closing.Add(1)
-	}
-	c.mu.Unlock()
-	if closed {
-		return
-	}
-	go func() {
-		defer c.closing.Done()
+	c.background(func() {
 		ctx, cancel := context.WithTimeout(c.ctx, spareDial)
 		defer cancel()
 		s, err := c.connect(ctx)
@@ -166,7 +158,7 @@ func (c *Connector) dialSpare() {
 		case err == nil:
 			s.discard()
 		}
-	}()
+	})
 }
 
 // awaits reports whether a cull should rather wait for a spare, which it then asks for. It waits no longer than a part of

@@ -31,16 +31,20 @@ type session struct {
 
 	w      *watchdog
 	link   *link
-	node   *nodeInfo // of the stamp's node, for the count of its connections
-	id     nodeID    // the stamp, to be read through stamp()
-	asked  bool      // the stamp is the server's own answer, not the PID's
-	opened time.Time // when the dial began
+	node   *nodeInfo     // of the stamp's node, for the count of its connections
+	id     nodeID        // the stamp, to be read through stamp()
+	asked  bool          // the stamp is the server's own answer, not the PID's
+	opened time.Time     // when the dial began
+	jitter time.Duration // on top of its TTL, drawn once
 
 	draining  chan struct{} // closed when the node is marked; made on demand; guarded by w.mu
 	signalled bool          // it is closed; guarded by w.mu
 
-	// The session that takes this one's place with its holder, set before the sweep takes this one.
+	// The session that takes this one's place with its holder: at once where the watchdog has taken this one, when it comes
+	// back where it is in use. Whoever swaps it out owns it.
 	replacement atomic.Pointer[session]
+	reserve     atomic.Bool // it has no holder yet: a spare, or a replacement
+	reason      cullReason  // why this one replaces another; written before it is one
 
 	state   atomic.Uint32 // session*
 	idled   atomic.Int64  // when it became idle, by now()
@@ -77,10 +81,17 @@ func (s *session) stamp() nodeID {
 	return 0
 }
 
-// shouldPing is pgx's rule for its ping at checkout. The ping is made here, within a bound of its own; after one that
-// failed the connection is closed, and pgx's ping says so at once.
+// shouldPing is pgx's rule for its ping at checkout. The ping is made here, within a bound of its own. After one that
+// failed, also by an answer that is an error (a console's), the connection is closed, so that pgx's ping says so at once
+// and does not ask again.
 func (s *session) shouldPing(ctx context.Context, p stdlib.ShouldPingParams) bool {
-	return p.IdleDuration > pingAfter && !s.ping(ctx)
+	if p.IdleDuration <= pingAfter || s.ping(ctx) {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), maxPing)
+	defer cancel()
+	_ = s.pg.Close(ctx)
+	return true
 }
 
 // ping reports whether the server answers within a second, or half of what is left of ctx if that is less: enough has
@@ -200,10 +211,33 @@ func (c *conn) IsValid() bool {
 		_ = s.bury()
 		return false
 	}
+	if s.replacement.Load() != nil {
+		s = c.takeOver()
+	}
 	c.returned = true
 	s.idled.Store(now())
 	s.state.CompareAndSwap(sessionInUse, sessionIdle)
 	return true
+}
+
+// takeOver puts the session's replacement into its place, if it is fit for use, and returns the session that it then has.
+func (c *conn) takeOver() *session {
+	s := c.s
+	r := s.replacement.Swap(nil)
+	if r == nil {
+		return s
+	}
+	if !r.fit() || !s.state.CompareAndSwap(sessionInUse, sessionGone) {
+		r.discard()
+		return s
+	}
+	s.ended.Store(true)
+	s.w.countMoved(s, r.reason, pointReturn)
+	_ = s.bury()
+	r.reserve.Store(false)
+	r.state.Store(sessionInUse)
+	c.s, c.stdConn = r, r.std
+	return r
 }
 
 // ResetSession is called when the connection is about to be used again; nothing has been sent for the new user. It
@@ -257,6 +291,7 @@ func (c *conn) mend(ctx context.Context) bool {
 	if c.s.state.Swap(sessionGone) != sessionGone {
 		_ = c.s.bury()
 	}
+	c.s.dropReplacement()
 	c.s, c.stdConn = s, s.std
 	return true
 }
@@ -266,19 +301,29 @@ func (c *conn) Close() error {
 	if c.single {
 		defer c.s.connector.Close() //nolint:errcheck // always nil
 	}
-	if s := c.follow(); s.state.Swap(sessionGone) != sessionGone {
-		return s.bury()
+	s := c.follow()
+	defer s.dropReplacement()
+	if s.state.Swap(sessionGone) == sessionGone {
+		return nil // whoever took it closes it
 	}
-	return nil // whoever took it closes it
+	return s.bury()
+}
+
+// dropReplacement closes the replacement of a session that has ended by itself.
+func (s *session) dropReplacement() {
+	if r := s.replacement.Swap(nil); r != nil {
+		r.discard()
+	}
 }
 
 // follow goes over to the session that the sweep has put into this one's place, if it has.
 func (c *conn) follow() *session {
 	for c.s.state.Load() == sessionGone {
-		r := c.s.replacement.Load()
+		r := c.s.replacement.Swap(nil)
 		if r == nil {
 			break
 		}
+		r.reserve.Store(false)
 		c.s, c.stdConn = r, r.std
 	}
 	return c.s

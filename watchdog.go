@@ -32,6 +32,9 @@ type watchdog struct {
 
 	wake  chan struct{} // a source has something new: poll
 	wakes chan struct{} // the marks have changed: sweep
+	wakem chan struct{} // a node has come back, or a move is over: move
+
+	moving atomic.Bool // a replacement is being dialled for a move
 
 	mu      sync.Mutex
 	members []*Connector                    // guarded by mu
@@ -41,6 +44,8 @@ type watchdog struct {
 	drains  map[nodeID]*drain               // guarded by mu
 	cleared map[nodeID]int64                // gossip's epoch at which the node came back; guarded by mu
 	addrs   addrBook                        // guarded by mu
+	balance balance                         // guarded by mu
+	pending []pending                       // guarded by mu
 	sources [numSources]sourceStatus        // guarded by mu
 	mute    bool                            // the worker has no connection of its own; guarded by mu
 	stop    context.CancelFunc              // nil while no worker runs; guarded by mu
@@ -73,7 +78,7 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	if w == nil {
 		w = &watchdog{
 			key: key, cfg: c.cfg, log: c.log,
-			wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1),
+			wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1), wakem: make(chan struct{}, 1),
 			nodes:   make(map[nodeID]*nodeInfo),
 			notices: make(map[nodeID]*[numSources]*notice),
 			drains:  make(map[nodeID]*drain),
@@ -93,8 +98,8 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 
 // settings identifies the watchdog that a connector with this config uses.
 func (c *config) settings() string {
-	return fmt.Sprintf("%s\n%d %v %q %v %v %v %v %v %v %v", c.key, c.mode, c.sources, c.readiness, c.unsafeInternals,
-		c.pollInterval, c.pollIntervalDraining, c.pollTimeout, c.cullStagger, c.window, c.spares)
+	return fmt.Sprintf("%s\n%d %v %q %v %v %v %v %v %v %v %v %v", c.key, c.mode, c.sources, c.readiness, c.unsafeInternals,
+		c.pollInterval, c.pollIntervalDraining, c.pollTimeout, c.cullStagger, c.window, c.rebalance, c.ttl, c.ttlStagger)
 }
 
 // leave takes the connector out. With the last one the watchdog ends: its worker has stopped when leave returns.
@@ -103,23 +108,24 @@ func (r *watchdogs) leave(c *Connector, w *watchdog) {
 	w.mu.Lock()
 	w.members = slices.DeleteFunc(w.members, func(m *Connector) bool { return m == c })
 	last := len(w.members) == 0
+	watched := slices.ContainsFunc(w.members, func(m *Connector) bool { return m.instruments() == c.instruments() })
 	var done chan struct{}
 	if last {
 		if w.stop != nil {
 			w.stop()
 			w.stop, done = nil, w.done
 		}
+		w.pending = nil    // what they wait for is still in use, and closes them
 		w.marks.Store(nil) // connections still in use go on without
 	}
 	w.mu.Unlock()
 	if last && r.of[w.key] == w {
 		delete(r.of, w.key)
 	}
-	r.mu.Unlock()
-	if !last {
-		return
+	if !watched {
+		c.instruments().unwatch(w)
 	}
-	c.instruments().unwatch(w)
+	r.mu.Unlock()
 	if done != nil {
 		<-done
 	}
@@ -228,8 +234,11 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 	poll := time.NewTimer(rand.N(w.cfg.pollInterval))
 	sweep := time.NewTimer(time.Hour)
 	sweep.Stop()
+	var moves mover
+	move := time.NewTimer(0)
 	defer poll.Stop()
 	defer sweep.Stop()
+	defer move.Stop()
 	defer func() {
 		if polling {
 			<-results
@@ -248,6 +257,14 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 			continue
 		case <-w.wakes:
 			sweep.Reset(0)
+			continue
+		case <-w.wakem:
+			move.Reset(0)
+			continue
+		case <-move.C:
+			if next := moves.step(w, time.Now()); next > 0 {
+				move.Reset(next)
+			}
 			continue
 		case <-sweep.C:
 			if next := sw.sweep(w); next > 0 {
@@ -371,15 +388,17 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 			if r = c.connector.takeSpare(); r != nil {
 				r.idled.Store(c.idled.Load())
 				r.state.Store(sessionIdle)
-				c.replacement.Store(r)
+				if !c.replacement.CompareAndSwap(nil, r) {
+					c.connector.putSpare(r)
+					r = nil
+				}
 			}
 		}
 		switch v := w.cull(c, m, t, pointSweep); v {
 		case gone:
 			_ = c.bury()
 		default:
-			if r != nil {
-				c.replacement.Store(nil)
+			if r != nil && c.replacement.CompareAndSwap(r, nil) {
 				r.state.Store(sessionInUse)
 				c.connector.putSpare(r)
 			}

@@ -171,7 +171,7 @@ func (d *demo) run(ctx context.Context) (*report, error) {
 	r := &report{workers: d.workers, conns: d.conns}
 	d.progress("Two simulated clusters of three nodes, one for pgx and one for crdbdrain.")
 	for _, s := range d.scenarios {
-		d.progress("%s: every node is drained and restarted, one after the other", s.label)
+		d.progress("%s, every node is drained and restarted:", s.label)
 		results, err := d.runScenario(ctx, s)
 		if err != nil {
 			return nil, err

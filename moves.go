@@ -1,0 +1,301 @@
+package crdbdrain
+
+import (
+	"context"
+	"slices"
+	"time"
+)
+
+// The moves are for calm times: while no node is marked, sessions are replaced in place, one at a time, each with its
+// replacement in hand. A session past its TTL goes (crdbdrain_ttl); and when a node has come back or joined, sessions go
+// from nodes that have more than their share to it (crdbdrain_rebalance). Without a reason nothing moves.
+
+const (
+	deadZone    = 0.15             // around the fair share
+	moveWithin  = 15 * time.Second // in which a node that has come back is to get its share
+	minMoveGap  = 10 * time.Millisecond
+	maxPending  = 4                // replacements that wait for the return of the session they replace
+	pendingKeep = 30 * time.Second // and for how long: the session may be pinned
+	moveDial    = 10 * time.Second
+)
+
+// balance is the state of the way home. It is guarded by watchdog.mu.
+type balance struct {
+	active bool
+	misses int // dials in a row that landed where there are enough
+}
+
+// returned starts the way home: a node is there that was not, or was marked. w.mu is held.
+func (w *watchdog) returned() {
+	if w.cfg.rebalance && w.cfg.mode == modeOn {
+		w.balance = balance{active: true}
+		w.pokeMove()
+	}
+}
+
+func (w *watchdog) pokeMove() {
+	select {
+	case w.wakem <- struct{}{}:
+	default:
+	}
+}
+
+// mover says when the next move is due. Only the watchdog's goroutine uses it; the dials are made in the background.
+type mover struct {
+	ttlNext, homeNext time.Time
+}
+
+// pending is a replacement in hand, which waits for the session whose place it takes to come back.
+type pending struct {
+	victim *session
+	since  time.Time
+}
+
+// step does what is due, and returns when to come again; 0 when there is nothing to do.
+func (mv *mover) step(w *watchdog, t time.Time) (next time.Duration) {
+	again := func(at time.Time) {
+		if d := max(at.Sub(t), minMoveGap); next == 0 || d < next {
+			next = d
+		}
+	}
+	waiting := w.sweepPending(t)
+	if waiting > 0 {
+		again(t.Add(time.Second))
+	}
+	ready := waiting < maxPending && w.marks.Load() == nil
+	if w.cfg.ttl > 0 && w.cfg.mode == modeOn {
+		if ready && !t.Before(mv.ttlNext) {
+			if victim := w.oldest(t); victim != nil {
+				mv.ttlNext = t.Add(w.cfg.ttlStagger)
+				w.move(victim.connector, nil, victim)
+			}
+		}
+		again(maxTime(mv.ttlNext, t.Add(min(w.cfg.ttlStagger, time.Second))))
+	}
+	if p, ok := w.plan(); ok {
+		if ready && !t.Before(mv.homeNext) {
+			mv.homeNext = t.Add(p.gap)
+			w.move(p.c, p.hosts, nil)
+		}
+		again(mv.homeNext)
+	}
+	return next
+}
+
+func maxTime(a, b time.Time) time.Time {
+	if a.After(b) {
+		return a
+	}
+	return b
+}
+
+// sweepPending forgets replacements that have found their place, gives up those that have waited too long, and returns
+// how many are waiting.
+func (w *watchdog) sweepPending(t time.Time) int {
+	w.mu.Lock()
+	var late []*session
+	w.pending = slices.DeleteFunc(w.pending, func(p pending) bool {
+		if p.victim.replacement.Load() == nil || p.victim.state.Load() == sessionGone {
+			return true // it is where it belongs, or its holder has closed it
+		}
+		if t.Sub(p.since) < pendingKeep {
+			return false
+		}
+		if r := p.victim.replacement.Swap(nil); r != nil {
+			late = append(late, r)
+		}
+		return true
+	})
+	waiting := len(w.pending)
+	w.mu.Unlock()
+	for _, r := range late {
+		r.discard()
+	}
+	return waiting
+}
+
+// move dials a replacement in the background, one at a time, for the victim or, on the way home, for one that is too
+// many where it is.
+func (w *watchdog) move(c *Connector, hosts map[string]bool, victim *session) {
+	if !w.moving.CompareAndSwap(false, true) {
+		return
+	}
+	started := c.background(func() {
+		defer w.pokeMove()
+		defer w.moving.Store(false)
+		ctx, cancel := context.WithTimeout(context.WithValue(c.ctx, preferKey{}, hosts), moveDial)
+		defer cancel()
+		r, err := c.connect(ctx)
+		if err != nil {
+			w.missed()
+			return
+		}
+		r.reserve.Store(true)
+		v, reason := victim, reasonTTL
+		if v == nil && r.w != nil {
+			v, reason = w.surplus(c, r), reasonRebalance
+		}
+		if r.w == nil || v == nil || !r.fit() || !v.replaceWith(r, reason) {
+			r.discard()
+			return
+		}
+		w.mu.Lock()
+		w.pending = append(w.pending, pending{v, time.Now()})
+		w.mu.Unlock()
+	})
+	if !started {
+		w.moving.Store(false)
+	}
+}
+
+// replaceWith puts r into the session's place: at once where it is idle, when it comes back otherwise.
+func (s *session) replaceWith(r *session, reason cullReason) bool {
+	r.reason = reason // of its being here
+	r.idled.Store(now())
+	r.state.Store(sessionIdle)
+	if !s.replacement.CompareAndSwap(nil, r) {
+		return false
+	}
+	if s.state.CompareAndSwap(sessionIdle, sessionGone) {
+		s.ended.Store(true)
+		s.w.countMoved(s, reason, pointSweep)
+		_ = s.bury()
+		r.reserve.Store(false)
+	} else if s.state.Load() == sessionGone && s.replacement.CompareAndSwap(r, nil) {
+		return false // closed meanwhile
+	}
+	return true
+}
+
+// oldest returns the session that is longest past its TTL.
+func (w *watchdog) oldest(t time.Time) (victim *session) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, n := range w.nodes {
+		for s := range n.held {
+			if s.replacement.Load() == nil && s.state.Load() != sessionGone && !s.reserve.Load() && t.Sub(s.opened) > w.cfg.ttl+s.jitter &&
+				(victim == nil || s.opened.Before(victim.opened)) {
+				victim = s
+			}
+		}
+	}
+	return victim
+}
+
+// plan is a move that would help: a session of c should go to one of hosts, where there are several to choose from.
+type plan struct {
+	c     *Connector
+	hosts map[string]bool
+	gap   time.Duration
+}
+
+// shares counts the connector's sessions by node, among the nodes that can have some. w.mu is held.
+func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
+	counts = make(map[nodeID]int)
+	total := 0
+	for id, n := range w.nodes {
+		if id == 0 {
+			continue
+		}
+		if now()-n.seen.Load() < int64(errorsKeep) {
+			counts[id] += 0
+		}
+		for s := range n.held {
+			if s.connector == c && s.stamp() == id && s.state.Load() != sessionGone && !s.reserve.Load() {
+				counts[id]++
+				total++
+			}
+		}
+	}
+	for id := range w.sources {
+		for node, state := range w.sources[id].nodes {
+			if state.live && !state.leaving() && (sourceID(id) != sourceInstances || w.nodes[node] != nil) {
+				counts[node] += 0
+			}
+		}
+	}
+	return counts, float64(total) / float64(max(len(counts), 1))
+}
+
+func lacking(count int, share float64) bool {
+	return float64(count) < share*(1-deadZone) && share-float64(count) >= 1
+}
+
+func tooMany(count int, share float64) bool {
+	return float64(count) > share*(1+deadZone) && float64(count)-share >= 1
+}
+
+// plan looks for a move that would help.
+func (w *watchdog) plan() (p plan, ok bool) {
+	if w.marks.Load() != nil {
+		return p, false
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.balance.active || w.rule.Load() == ruleUnknown || w.rule.Load() == ruleOff {
+		return p, false
+	}
+	for _, c := range w.members {
+		counts, share := w.shares(c)
+		missing, surplus := 0, false
+		var aim []nodeID
+		for id, n := range counts {
+			if lacking(n, share) {
+				missing += int(share) - n
+				aim = append(aim, id)
+			}
+			surplus = surplus || tooMany(n, share)
+		}
+		if missing == 0 || !surplus {
+			continue
+		}
+		// Through a load balancer only every so-manieth dial lands where it should. Where none does, for long, moving on
+		// would only be churn.
+		dials := missing
+		hosts := w.addrs.hostsOf(aim)
+		if len(hosts) == 0 {
+			dials *= len(counts)
+		}
+		if w.balance.misses > 4*len(counts) {
+			break
+		}
+		return plan{c: c, hosts: hosts, gap: min(w.cfg.cullStagger, max(moveWithin/time.Duration(dials), minMoveGap))}, true
+	}
+	w.balance.active = false
+	return p, false
+}
+
+// surplus returns the session to be replaced by r, which has landed on a node, or nil if that does not help.
+func (w *watchdog) surplus(c *Connector, r *session) (victim *session) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	counts, share := w.shares(c)
+	if id := r.stamp(); id == 0 || w.marks.Load() != nil || !lacking(counts[id], share) {
+		w.balance.misses++
+		return nil
+	}
+	w.balance.misses = 0
+	for id, n := range w.nodes {
+		if !tooMany(counts[id], share) {
+			continue
+		}
+		for s := range n.held {
+			if s == r || s.connector != c || s.stamp() != id || s.reserve.Load() || s.state.Load() == sessionGone || s.replacement.Load() != nil {
+				continue
+			}
+			idle := s.state.Load() == sessionIdle
+			if idle {
+				return s
+			}
+			victim = s
+		}
+	}
+	return victim
+}
+
+// missed takes note of a dial for the way home that failed.
+func (w *watchdog) missed() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.balance.misses++
+}
