@@ -178,6 +178,16 @@ func (p *peer) set(fits func(sql string, at step) bool, do func(c *peerConn)) *t
 	return p.trap
 }
 
+// wait waits until the client has closed the connection on which the trap was sprung.
+func (k *trap) wait(t testing.TB, what string) {
+	t.Helper()
+	select {
+	case <-k.ended:
+	case <-time.After(10 * time.Second):
+		t.Fatalf("%s: the statement did not arrive, or its connection was not closed", what)
+	}
+}
+
 // arrived counts a statement, and springs the trap if it is laid for it.
 func (c *peerConn) arrived(sql string, at step) (sprung bool) {
 	p := c.p
@@ -582,7 +592,7 @@ func matrixA03(t *testing.T, withTLS bool, mode string, inTx bool) {
 					}, func(c *peerConn) { c.end(append(slices.Clone(reply.messages), shutdown(severity))...) })
 
 					err = op.run(db.DB, x, op.sql, s)
-					<-k.ended // the client has closed the connection
+					k.wait(t, name)
 					if tx != nil {
 						_ = tx.Rollback()
 					}
@@ -664,7 +674,7 @@ func TestA09(t *testing.T) {
 			}
 			k := p.set(func(sql string, _ step) bool { return sql == "commit" }, tt.end)
 			err = tx.Commit()
-			<-k.ended
+			k.wait(t, "COMMIT")
 			if err == nil || errors.Is(err, driver.ErrBadConn) {
 				t.Errorf("COMMIT: %v, want an error that is not driver.ErrBadConn", err)
 			}
@@ -722,7 +732,7 @@ func TestB08(t *testing.T) {
 					}
 					k := p.set(func(sql string, step step) bool { return sql == op.sql && step == at }, end.do)
 					err = op.run(db.DB, x, op.sql, s)
-					<-k.ended
+					k.wait(t, op.name)
 					if err == nil || errors.Is(err, driver.ErrBadConn) {
 						t.Errorf("%s, in a transaction: %v: %v, want the connection's raw error", op.name, inTx, err)
 					}
@@ -754,7 +764,7 @@ func TestBeginAndPrepareWithoutAnAnswerAreRunAgain(t *testing.T) {
 			at := step(op.steps[0])
 			k := p.set(func(sql string, step step) bool { return sql == op.sql && step == at }, end)
 			err := op.run(db.DB, db.DB, op.sql, nil)
-			<-k.ended
+			k.wait(t, op.name)
 			if err != nil || p.arrivals(at, op.sql) != 2 {
 				t.Errorf("%s, %s: %v, on the wire %d times; want no error and 2", op.name, name, err, p.arrivals(at, op.sql))
 			}
@@ -770,7 +780,7 @@ func TestRerunOff(t *testing.T) {
 	const insert = "INSERT INTO t VALUES (1)"
 	k := p.set(func(sql string, _ step) bool { return sql == insert }, func(c *peerConn) { c.end(shutdown("ERROR")) })
 	_, err := db.Exec(insert)
-	<-k.ended
+	k.wait(t, "INSERT")
 	if sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) || p.arrivals(query, insert) != 1 {
 		t.Errorf("%v, on the wire %d times; want 57P01 and once", err, p.arrivals(query, insert))
 	}
@@ -790,7 +800,7 @@ func TestOtherShutdownsAreNotRunAgain(t *testing.T) {
 	} {
 		k := p.set(func(sql string, _ step) bool { return sql == insert }, func(c *peerConn) { c.end(e) })
 		_, err := db.Exec(insert)
-		<-k.ended
+		k.wait(t, e.Message)
 		if sqlState(err) != e.Code || errors.Is(err, driver.ErrBadConn) || p.arrivals(query, insert) != 1 {
 			t.Errorf("%s %q: %v, on the wire %d times; want %s and once", e.Code, e.Message, err, p.arrivals(query, insert), e.Code)
 		}
@@ -816,7 +826,7 @@ func TestGoodbyeBehindAReplyThatPgxRefuses(t *testing.T) {
 	})
 	rows, err := db.Query(query1)
 	err = drainRows(rows, err)
-	<-k.ended
+	k.wait(t, query1)
 	var tooLong *pgproto3.ExceededMaxBodyLenErr
 	if !errors.As(err, &tooLong) || p.arrivals(query, query1) != 1 {
 		t.Errorf("%v, on the wire %d times; want the refused reply and once", err, p.arrivals(query, query1))

@@ -150,9 +150,10 @@ func (s *session) bury() error {
 
 // discard closes a session that nobody has had yet, in the background. It is neither a cull nor lost.
 func (s *session) discard() {
-	s.ended.Store(true)
-	s.state.Store(sessionGone)
-	_ = s.bury()
+	if s.state.Swap(sessionGone) != sessionGone {
+		s.ended.Store(true)
+		_ = s.bury()
+	}
 }
 
 // conn is what database/sql holds: a session, which is replaced in place where that is safe and nothing else would keep
@@ -211,7 +212,7 @@ func (c *conn) IsValid() bool {
 		_ = s.bury()
 		return false
 	}
-	if s.replacement.Load() != nil {
+	if r := s.replacement.Load(); r != nil && r.reason >= reasonRebalance { // a cull's is for the sweep to give
 		s = c.takeOver()
 	}
 	c.returned = true
@@ -224,8 +225,8 @@ func (c *conn) IsValid() bool {
 func (c *conn) takeOver() *session {
 	s := c.s
 	r := s.replacement.Swap(nil)
-	if r == nil {
-		return s
+	if r == nil || !r.state.CompareAndSwap(sessionIdle, sessionInUse) {
+		return s // taken back, or swept meanwhile
 	}
 	if !r.fit() || !s.state.CompareAndSwap(sessionInUse, sessionGone) {
 		r.discard()
@@ -235,7 +236,6 @@ func (c *conn) takeOver() *session {
 	s.w.countMoved(s, r.reason, pointReturn)
 	_ = s.bury()
 	r.reserve.Store(false)
-	r.state.Store(sessionInUse)
 	c.s, c.stdConn = r, r.std
 	return r
 }

@@ -386,6 +386,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 		if w.spared(c, pointSweep) {
 			// The next burst will want it: a spare takes its place in the pool.
 			if r = c.connector.takeSpare(); r != nil {
+				r.reserve.Store(true)
 				r.idled.Store(c.idled.Load())
 				r.state.Store(sessionIdle)
 				if !c.replacement.CompareAndSwap(nil, r) {
@@ -396,6 +397,9 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 		}
 		switch v := w.cull(c, m, t, pointSweep); v {
 		case gone:
+			if r != nil {
+				r.reserve.Store(false)
+			}
 			_ = c.bury()
 		default:
 			if r != nil && c.replacement.CompareAndSwap(r, nil) {
