@@ -159,13 +159,20 @@ func hook(cc *pgx.ConnConfig) {
 	}
 	cc.OnPgError = func(pc *pgconn.PgConn, e *pgconn.PgError) bool {
 		keep := onError == nil || onError(pc, e)
+		l, ok := pc.Conn().(*link)
 		if !isGoodbye(e.Code, e.Message) {
+			if ok {
+				l.first = e
+			}
 			return keep
 		}
 		// The notice has severity ERROR, on which pgx would wait for a ReadyForQuery that never comes, and report
 		// "unexpected EOF" in its place.
-		if l, ok := pc.Conn().(*link); ok && e.Message == noticeNotAcceptingClients && l.attempt != nil {
+		if ok && e.Message == noticeNotAcceptingClients && l.attempt != nil {
 			l.attempt.refused = append(l.attempt.refused, l.attempt.addr)
+		}
+		if ok && l.first != nil && l.words.Load() == goodbyeErrored {
+			*e = *l.first // pgx keeps the first error of a request in most of its protocols; keep it in all
 		}
 		return false
 	}

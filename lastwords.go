@@ -7,6 +7,8 @@ import (
 	"net"
 	"sync/atomic"
 	"syscall"
+
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // link is the plaintext stream of one connection, above TLS (pgx's AfterNetConnect). It hears the server's last words:
@@ -34,12 +36,16 @@ type link struct {
 	have int    // bytes of head read
 	left uint32 // bytes of the body to come
 	body []byte // the start of an ErrorResponse's body
+	err  bool   // an error came since the last ReadyForQuery
+
+	first *pgconn.PgError // the last error but the goodbye that pgx has seen; pgx's goroutine's
 }
 
 const (
 	goodbyeNone    = iota
 	goodbyeClean   // the shutdown notice came, with nothing before it that execution could have produced
 	goodbyeReplied // the shutdown notice came after such a reply
+	goodbyeErrored // the shutdown notice came after the request's own error (57014 from a drain's deadline)
 )
 
 // maxErrorBody is how much of an ErrorResponse is kept to recognise the notice. Severity, code and message come first.
@@ -118,6 +124,7 @@ func (l *link) message(kind byte) {
 		// ParseComplete, BindComplete, ParameterDescription, RowDescription, NoData: nothing has been executed yet.
 	case 'Z':
 		// ReadyForQuery: the request is over, and what it did has been told.
+		l.err = false
 		l.replied.Store(false)
 		l.wrote.Store(false)
 	case 'E':
@@ -125,6 +132,7 @@ func (l *link) message(kind byte) {
 			l.goodbye()
 			return
 		}
+		l.err = true
 		l.replied.Store(true)
 	default:
 		l.replied.Store(true)
@@ -134,7 +142,10 @@ func (l *link) message(kind byte) {
 // goodbye takes note of the server's shutdown notice, and marks the node.
 func (l *link) goodbye() {
 	said := uint32(goodbyeClean)
-	if l.replied.Load() {
+	switch {
+	case l.err:
+		said = goodbyeErrored
+	case l.replied.Load():
 		said = goodbyeReplied
 	}
 	if !l.words.CompareAndSwap(goodbyeNone, said) {

@@ -37,12 +37,16 @@ func (p *pace) take(now time.Time, gap time.Duration) (token, bool) {
 		return token{}, false
 	}
 	defer p.mu.Unlock()
-	if age := p.latest.Sub(now); age > 0 && age < maxStale {
+	age := p.latest.Sub(now)
+	if age > 0 && age < maxStale {
 		now = p.latest // the limiter would go back with the reading, and count the time since a second time
 	}
 	p.latest = now
-	if p.limiter == nil {
+	if p.limiter == nil || age >= maxStale {
 		p.limiter = rate.NewLimiter(rate.Every(gap), 1)
+		if age >= maxStale { // the clock has been set back
+			p.limiter.AllowN(now, 1)
+		}
 	}
 	if l := rate.Every(gap); l != p.limiter.Limit() {
 		p.limiter.SetLimitAt(now, l)

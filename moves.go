@@ -217,13 +217,13 @@ func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
 	return counts, float64(total) / float64(max(len(counts), 1))
 }
 
+// lacking reports whether a node has too few, by more than the dead zone: that alone is a reason to move.
 func lacking(count int, share float64) bool {
 	return float64(count) < share*(1-deadZone) && share-float64(count) >= 1
 }
 
-func tooMany(count int, share float64) bool {
-	return float64(count) > share*(1+deadZone) && float64(count)-share >= 1
-}
+// tooMany reports whether a node can give one up and still have its share.
+func tooMany(count int, share float64) bool { return float64(count)-share >= 1 }
 
 // plan looks for a move that would help.
 func (w *watchdog) plan() (p plan, ok bool) {

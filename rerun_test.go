@@ -466,6 +466,13 @@ var operations = []struct {
 		}
 		return err
 	}},
+	{name: "Exec again", sql: "INSERT INTO c VALUES ($1)", steps: "QE", prepare: func(x execer, q string) (*sql.Stmt, error) {
+		_, err := x.ExecContext(context.Background(), q, "a") // from now on its description or statement is cached
+		return nil, err
+	}, run: func(_ *sql.DB, x execer, q string, _ *sql.Stmt) error {
+		_, err := x.ExecContext(context.Background(), q, "a")
+		return err
+	}},
 	{name: "Stmt.Exec", sql: "INSERT INTO s VALUES ($1)", steps: "E", prepare: prepareOn, run: func(_ *sql.DB, _ execer, _ string, s *sql.Stmt) error {
 		_, err := s.ExecContext(context.Background(), "a")
 		return err
@@ -547,12 +554,13 @@ func TestA03(t *testing.T) {
 func matrixA03(t *testing.T, withTLS bool, mode string, inTx bool) {
 	p := startPeer(t, withTLS)
 	db := openMarking(t, p, "default_query_exec_mode="+mode)
+	nth := 0
 	for _, op := range operations {
 		if inTx && op.noTx {
 			continue
 		}
 		for _, at := range []step(op.steps) {
-			if simple := mode == "simple_protocol" || strings.Count(op.steps, "Q") == len(op.steps); op.prepare == nil && op.name != "Prepare" && simple != (at == query) {
+			if simple := mode == "simple_protocol"; len(op.steps) > 1 && simple != (at == query) {
 				continue
 			}
 			for _, severity := range []string{"ERROR", "FATAL"} {
@@ -564,6 +572,11 @@ func matrixA03(t *testing.T, withTLS bool, mode string, inTx bool) {
 						continue // Scan has its row
 					}
 					name := fmt.Sprintf("%s at %c, %s after %s", op.name, at, severity, reply.name)
+					text := op.sql
+					if !op.noTx {
+						nth++
+						text += fmt.Sprintf(" -- %d", nth) // in no cache
+					}
 					again := !inTx && (reply.nothing || op.again)
 					lost := db.c.Stats().Lost
 
@@ -578,20 +591,20 @@ func matrixA03(t *testing.T, withTLS bool, mode string, inTx bool) {
 					}
 					var s *sql.Stmt
 					if op.prepare != nil {
-						if s, err = op.prepare(x, op.sql); err != nil {
+						if s, err = op.prepare(x, text); err != nil {
 							t.Fatalf("%s: %v", name, err)
 						}
 					}
 					var caught string
 					k := p.set(func(sql string, step step) bool {
-						if step != at || sql != op.sql && !(mode == "simple_protocol" && sameStatement(sql, op.sql)) {
+						if step != at || sql != text && !(mode == "simple_protocol" && sameStatement(sql, text)) {
 							return false
 						}
 						caught = sql
 						return true
 					}, func(c *peerConn) { c.end(append(slices.Clone(reply.messages), shutdown(severity))...) })
 
-					err = op.run(db.DB, x, op.sql, s)
+					err = op.run(db.DB, x, text, s)
 					k.wait(t, name)
 					if tx != nil {
 						_ = tx.Rollback()
@@ -621,10 +634,14 @@ func matrixA03(t *testing.T, withTLS bool, mode string, inTx bool) {
 					if again {
 						times = 2
 					}
-					if got := p.arrivals(at, caught); got != times {
-						t.Errorf("%s: on the wire %d times, want %d", name, got, times)
+					arrivals := times
+					if again && mode == "cache_describe" && at == parse && !op.again {
+						arrivals++ // once to be described, once to be executed
 					}
-					if got := p.executions(caught); at != parse && got != times-1 {
+					if got := p.arrivals(at, caught); got != arrivals {
+						t.Errorf("%s: on the wire %d times, want %d", name, got, arrivals)
+					}
+					if got := p.executions(caught); op.name != "Prepare" && got != times-1 {
 						t.Errorf("%s: executed elsewhere %d times, want %d", name, got, times-1)
 					}
 					if !db.marked(k.node) {
@@ -815,7 +832,7 @@ func TestOtherShutdownsAreNotRunAgain(t *testing.T) {
 func TestGoodbyeBehindAReplyThatPgxRefuses(t *testing.T) {
 	t.Parallel()
 	p := startPeer(t, false)
-	db := openWith(t, p.dsn(), func(cc *pgconn.Config) { cc.MaxProtocolMessageBodyLen = 1000 })
+	db := openWith(t, p.dsn("default_query_exec_mode=simple_protocol"), func(cc *pgconn.Config) { cc.MaxProtocolMessageBodyLen = 1000 })
 	if err := db.Ping(); err != nil {
 		t.Fatal(err)
 	}

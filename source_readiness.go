@@ -27,6 +27,7 @@ type readiness struct {
 	tls     *tls.Config
 	keep    time.Duration // how long an endpoint's last answer holds while it fails
 	log     *slog.Logger
+	lookup  func(ctx context.Context, host string) ([]string, error)
 	targets map[string]*target // by URL and address; touched by one poll at a time
 }
 
@@ -51,7 +52,7 @@ const (
 var notDraining = []string{"node is waiting for cluster initialization", "node is not healthy"}
 
 func newReadiness(cfg *config, log *slog.Logger) *readiness {
-	r := &readiness{keep: 3 * cfg.pollInterval, log: log, targets: make(map[string]*target)}
+	r := &readiness{keep: 3 * cfg.pollInterval, log: log, lookup: net.DefaultResolver.LookupHost, targets: make(map[string]*target)}
 	r.tls = &tls.Config{MinVersion: tls.VersionTLS12}
 	for _, t := range cfg.tlsConfigs() {
 		if t.RootCAs != nil {
@@ -110,15 +111,17 @@ func (r *readiness) poll(ctx context.Context) (map[nodeID]nodeState, error) {
 		if errs[i] == nil {
 			answered = true
 		}
-		r.edge(t, errs[i])
 		if t.node != 0 && now.Sub(t.asked) <= r.keep {
-			old := nodes[t.node]
-			t.state.draining = t.state.draining || old.draining
-			nodes[t.node] = t.state
+			state, other := t.state, nodes[t.node] // two URLs may lead to one node
+			state.draining, state.live = state.draining || other.draining, state.live || other.live
+			nodes[t.node] = state
 		}
 	}
 	if !answered {
 		return nil, fmt.Errorf("no endpoint answers: %w", errs[0])
+	}
+	for i, t := range targets {
+		r.edge(t, errs[i])
 	}
 	return nodes, nil
 }
@@ -141,7 +144,7 @@ func (r *readiness) resolve(ctx context.Context) (targets []*target, err error) 
 		addrs := []string{u.Hostname()}
 		if net.ParseIP(u.Hostname()) == nil {
 			var lookupErr error
-			if addrs, lookupErr = net.DefaultResolver.LookupHost(ctx, u.Hostname()); lookupErr != nil {
+			if addrs, lookupErr = r.lookup(ctx, u.Hostname()); lookupErr != nil {
 				err = errors.Join(err, lookupErr)
 				for key, t := range r.targets { // keep those of the last time
 					if t.url == u {

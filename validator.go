@@ -377,7 +377,8 @@ func (c *conn) settle(ctx context.Context, err error, r request, kind rerunKind)
 		return err
 	}
 	again := errors.Is(err, driver.ErrBadConn) || // pgx had not sent it
-		words == goodbyeClean || s.link.unsent.Load() ||
+		// The notice may stand behind the ReadyForQuery of a reply that pgx has refused: it has to be the answer.
+		words == goodbyeClean && sqlState(err) == stateAdminShutdown || s.link.unsent.Load() ||
 		kind != rerunStatement && !pgconn.Timeout(err) && (words != goodbyeNone || sqlState(err) == "")
 	if !again {
 		return err
