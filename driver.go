@@ -27,8 +27,12 @@
 //	crdbdrain_poll_interval_draining  1s        the same, while any node is marked
 //	crdbdrain_poll_timeout            2s        one poll, dial included
 //	crdbdrain_cull_stagger            500ms     longest gap between culls; 0: no pacing
-//	crdbdrain_window                  auto      how long the server leaves connections alone (initial_wait + connections.timeout); auto: 10s in this version
+//	crdbdrain_window                  auto      how long the server leaves connections alone (initial_wait + connections.timeout); auto: what its settings say where they may be read, else 10s
+//	crdbdrain_spares                  2         replacements dialled ahead while a node drains, outside MaxOpenConns; 0: none
 //	crdbdrain_rerun                   on        off: surface the error instead of running again what the server provably did not execute
+//	crdbdrain_rebalance               on        off: do not move a fair share back when a node has returned or joined
+//	crdbdrain_ttl                     0         replace connections older than this (up to a tenth more at random), at most one every
+//	crdbdrain_ttl_stagger             6s
 //	crdbdrain_host_order              random    with more than one host; listed: in the DSN's order. Hosts known to be marked nodes come last
 //	crdbdrain_cluster                 none      a name that makes several DSNs one cluster; default: the set of hosts and the routing option
 //	crdbdrain_otelsql                 off       on: spans and query metrics of XSAM/otelsql

@@ -158,9 +158,12 @@ func (l *link) goodbye() {
 
 // errorFields returns the SQLSTATE and the message of an ErrorResponse's body.
 func errorFields(body []byte) (code, message string) {
-	for len(body) > 1 {
+	for len(body) > 1 && body[0] != 0 {
 		field := body[0]
-		value, rest, _ := bytes.Cut(body[1:], []byte{0})
+		value, rest, whole := bytes.Cut(body[1:], []byte{0})
+		if !whole {
+			break // cut off by maxErrorBody: not the text that it seems to be
+		}
 		switch field {
 		case 'C':
 			code = string(value)

@@ -390,9 +390,7 @@ func TestARefusedDialMarksTheNodeAtTheAddress(t *testing.T) {
 	if s := db.c.Stats(); s.Lost != 0 || s.Culled == 0 || s.Refused == 0 {
 		t.Errorf("%+v: want culls after a refusal, nothing lost", s)
 	}
-	if n := logs.count("a node is leaving", `node="2"`, `source="errors"`); n != 1 {
-		t.Errorf("%d lines, want 1:\n%s", n, logs)
-	}
+	logs.once(t, "a node is leaving", `node="2"`, `source="errors"`)
 	if n := logs.count("a node is leaving"); n != 1 {
 		t.Errorf("other nodes are marked too:\n%s", logs)
 	}

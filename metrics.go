@@ -184,14 +184,15 @@ func newInstruments(p metric.MeterProvider) *instruments {
 	conns, _ := m.Int64ObservableUpDownCounter("crdbdrain.connection.count", metric.WithUnit("{connection}"), metric.WithDescription("Connections held, by the state of their node."))
 	perNode, _ := m.Int64ObservableGauge("crdbdrain.connection.node", metric.WithUnit("{connection}"), metric.WithDescription("Connections held, by node ID (WithNodeMetric)."))
 	state, _ := m.Int64ObservableGauge("crdbdrain.source.state", metric.WithDescription("1 ok, 0 off, -1 failing, -2 denied."))
+	spare, _ := m.Int64ObservableGauge("crdbdrain.spare.count", metric.WithUnit("{connection}"), metric.WithDescription("Replacements dialled ahead and not yet used."))
 	_, _ = m.RegisterCallback(func(_ context.Context, o metric.Observer) error {
 		in.mu.Lock()
 		defer in.mu.Unlock()
 		for w := range in.watchdogs {
-			w.observe(o, nodes, conns, perNode, state)
+			w.observe(o, nodes, conns, perNode, state, spare)
 		}
 		return nil
-	}, nodes, conns, perNode, state)
+	}, nodes, conns, perNode, state, spare)
 	return in
 }
 
@@ -218,7 +219,7 @@ func (c *config) label() string {
 }
 
 // observe reports what the watchdog knows.
-func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observable, perNode, state metric.Int64Observable) {
+func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observable, perNode, state, spare metric.Int64Observable) {
 	cluster := attribute.String("crdbdrain.cluster", w.cfg.label())
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -232,9 +233,12 @@ func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observabl
 	}
 	var held struct{ active, draining, unknown int64 }
 	perNodeWanted := false
+	spares := int64(0)
 	for _, m := range w.members {
 		perNodeWanted = perNodeWanted || m.nodeMetric
+		spares += int64(m.spares.count.Load())
 	}
+	o.ObserveInt64(spare, spares, metric.WithAttributes(cluster))
 	for id, n := range w.nodes {
 		count := int64(len(n.held))
 		switch {

@@ -544,9 +544,12 @@ func TestReadinessFollowsADrainAndARestart(t *testing.T) {
 		_ = n.WaitStep(t.Context(), crdbdraintest.Flagged)
 		n.Stop()
 		n.Start()
-		eventually(t, "it is not marked any more", func() bool {
+		eventually(t, "readiness has taken its mark back", func() bool {
 			_ = db.PingContext(t.Context())
-			return !w.isNodeMarked(nodeID(n.ID()))
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			said := w.notices[nodeID(n.ID())]
+			return said == nil || said[sourceReadiness] == nil
 		})
 	}
 	if n := logs.count("a node is leaving", `source="readiness"`); n != 3 {

@@ -431,6 +431,8 @@ func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, e
 		if err != nil || c.s.w == nil {
 			return st, err
 		}
+		// A session in its place would lack nothing but the statement, and stmt prepares that again.
+		c.untouched = r.first
 		return &stmt{stdStmt: st.(*stdStmt), conn: c, s: c.s, query: query}, nil //nolint:forcetypeassert // what stdlib.Conn returns
 	}
 }

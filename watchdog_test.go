@@ -58,6 +58,15 @@ func (l *logTrap) count(words ...string) int {
 	return n
 }
 
+// once waits for the line with all of these words, which is written just after what it tells has become true.
+func (l *logTrap) once(t testing.TB, words ...string) {
+	t.Helper()
+	eventually(t, strings.Join(words, " … ")+" in the log", func() bool { return l.count(words...) > 0 })
+	if n := l.count(words...); n != 1 {
+		t.Errorf("%d lines with %q, want 1:\n%s", n, words, l)
+	}
+}
+
 func (l *logTrap) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -177,12 +186,8 @@ func TestA01WhichSignalComesInTime(t *testing.T) {
 			if d.Duration >= initial+left {
 				t.Errorf("the drain took %v: its waits did not end early", d.Duration)
 			}
-			if n := logs.count("a node is leaving", fmt.Sprintf("source=%q", tt.source)); n != 1 {
-				t.Errorf("%d lines, want 1:\n%s", n, logs)
-			}
-			if n := logs.count("the last connection has left a node", `lost="0"`, `outcome="clean"`); n != 1 {
-				t.Errorf("%d lines for the end, want 1:\n%s", n, logs)
-			}
+			logs.once(t, "a node is leaving", fmt.Sprintf("source=%q", tt.source))
+			logs.once(t, "the last connection has left a node", `lost="0"`, `outcome="clean"`)
 		})
 	}
 }
@@ -227,9 +232,8 @@ func TestA16AHangIsNoDrain(t *testing.T) {
 		t.Errorf("a hang is taken for a drain:\n%s", logs)
 	}
 	for _, id := range polled {
-		if in, out := logs.count("source fails", fmt.Sprintf("%q", id)), logs.count("source works again", fmt.Sprintf("%q", id)); in != 1 || out != 1 {
-			t.Errorf("%s: %d lines in, %d out, want 1 and 1:\n%s", id, in, out, logs)
-		}
+		logs.once(t, "source fails", fmt.Sprintf("%q", id))
+		logs.once(t, "source works again", fmt.Sprintf("%q", id))
 	}
 }
 
@@ -668,12 +672,8 @@ func TestD19TheVersionChangesUnderALivingProcess(t *testing.T) {
 	w.sources[sourceInstances].due = time.Time{} // the re-probe
 	w.mu.Unlock()
 	eventually(t, "instances works again", is(sourceOK))
-	if n := logs.count("source is denied", "restricts crdb_internal and system"); n != 1 {
-		t.Errorf("%d lines, want 1:\n%s", n, logs)
-	}
-	if n := logs.count("source works again"); n != 1 {
-		t.Errorf("%d lines, want 1:\n%s", n, logs)
-	}
+	logs.once(t, "source is denied", "restricts crdb_internal and system")
+	logs.once(t, "source works again")
 }
 
 // F04: a hundred pools of one DSN share one watchdog with one connection. Nothing of it is left after the last Close.
