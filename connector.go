@@ -324,6 +324,9 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	s.w = w
 	w.add(s, a)
 	l.session.Store(s)
+	if l.words.Load() != goodbyeNone { // said in the packet that welcomed us, before there was anybody to tell
+		w.heardGoodbye(s)
+	}
 	return s, nil
 }
 

@@ -43,6 +43,9 @@ func Draining(ctx context.Context, sc *sql.Conn) <-chan struct{} {
 	if ctx.Err() == nil {
 		_ = sc.Raw(func(driverConn any) error {
 			if c, ok := unwrap(driverConn).(*conn); ok {
+				if err := c.claim(ctx); err != nil {
+					return err
+				}
 				c.untouched = false // its session is watched from now on
 				s = c.s
 			}

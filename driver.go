@@ -103,11 +103,7 @@ func (d *Driver) Open(dsn string) (driver.Conn, error) {
 		}
 		return nil, err
 	}
-	inner := dc
-	if wrapped, ok := dc.(interface{ Raw() driver.Conn }); ok { // otelsql's
-		inner = wrapped.Raw()
-	}
-	if one, ok := inner.(*conn); ok {
+	if one, ok := unwrap(dc).(*conn); ok {
 		one.single = true
 	}
 	return dc, nil

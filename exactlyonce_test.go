@@ -36,15 +36,16 @@ import (
 //   - What the application is told succeeded was executed, once. It never sees driver.ErrBadConn.
 //
 // A schedule is one operation of the workload and what happens to its connections. Schedules come in batches, each with a
-// pool of its own in a bubble of virtual time. CRDBDRAIN_SCHEDULES is how many to run (the default takes a few
-// seconds); a failure names the flag that runs its batch alone.
+// pool of its own in a bubble of virtual time. CRDBDRAIN_SCHEDULES is how many to run (without it, what fits into three
+// seconds, 10,000 at most); a failure names the flag that runs its batch alone.
 func TestExactlyOnce(t *testing.T) {
-	n := defaultSchedules
+	n, limit := defaultSchedules, 3*time.Second
 	if v := os.Getenv("CRDBDRAIN_SCHEDULES"); v != "" {
 		var err error
 		if n, err = strconv.Atoi(v); err != nil {
 			t.Fatalf("CRDBDRAIN_SCHEDULES: %v", err)
 		}
+		limit = time.Hour
 	}
 	if *exactlyOnceSeed != 0 {
 		var c counts
@@ -58,7 +59,7 @@ func TestExactlyOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range runtime.GOMAXPROCS(0) {
 		wg.Go(func() {
-			for !t.Failed() && c.schedules.Load() < int64(n) {
+			for !t.Failed() && c.schedules.Load() < int64(n) && time.Since(start) < limit {
 				s := seed + 2*batch.Add(1)
 				synctest.Test(t, func(t *testing.T) { runBatch(t, s, &c) })
 			}
@@ -75,7 +76,7 @@ func TestExactlyOnce(t *testing.T) {
 }
 
 const (
-	defaultSchedules = 6000
+	defaultSchedules = 10_000
 	batchSize        = 200
 )
 

@@ -5,8 +5,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"net"
+	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -31,12 +33,13 @@ type link struct {
 	unsent  atomic.Bool   // a write failed before the kernel took a byte of the request
 	words   atomic.Uint32 // goodbye*
 
-	// The reader's place in the stream of messages. Touched only by whoever reads; pgx has one reader at a time.
-	head [5]byte
-	have int    // bytes of head read
-	left uint32 // bytes of the body to come
-	body []byte // the start of an ErrorResponse's body
-	err  bool   // an error came since the last ReadyForQuery
+	// The reader's place in the stream of messages.
+	mu   sync.Mutex
+	head [5]byte // guarded by mu, like all below
+	have int     // bytes of head read
+	left uint32  // bytes of the body to come
+	body []byte  // the start of an ErrorResponse's body
+	err  bool    // an error came since the last ReadyForQuery
 
 	first *pgconn.PgError // the last error but the goodbye that pgx has seen; pgx's goroutine's
 }
@@ -89,8 +92,25 @@ func (l *link) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// hearOut reads what is left of a connection that the peer has closed and nobody will use again: TLS may have taken the
+// last words from the socket together with the answer before them.
+func (l *link) hearOut() {
+	if _, bare := l.Conn.(syscall.Conn); bare {
+		return // what was taken from the socket was heard
+	}
+	_ = l.SetReadDeadline(time.Now().Add(time.Millisecond)) // it does not block, the socket is at its end
+	var b [512]byte
+	for {
+		if _, err := l.Read(b[:]); err != nil {
+			return
+		}
+	}
+}
+
 // hear follows the stream of backend messages: type byte, length (which counts itself), body.
 func (l *link) hear(p []byte) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	for len(p) > 0 {
 		if l.have < len(l.head) {
 			n := copy(l.head[l.have:], p)

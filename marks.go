@@ -308,7 +308,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 				events = append(events, w.drainOver(d, t, "withdrawn"))
 			}
 			delete(w.drains, id)
-			w.returned()
+			w.returned(id)
 			n := w.nodeOf(id)
 			n.stuckTimes = 0
 			n.stuckUntil.Store(0)
@@ -345,6 +345,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 	w.marks.Store(m)
 	w.signal(of)
 	w.pokeSweep()
+	w.pokeMove()
 	return events
 }
 
@@ -393,7 +394,7 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, t time.Tim
 	changed := !maps.Equal(s.nodes, nodes)
 	for id, state := range nodes {
 		if _, known := s.nodes[id]; len(s.nodes) > 0 && !known && state.live {
-			w.returned() // it has joined, or was away
+			w.returned(id) // it has joined, or was away
 		}
 	}
 	s.nodes, s.answered = nodes, t

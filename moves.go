@@ -22,13 +22,14 @@ const (
 // balance is the state of the way home. It is guarded by watchdog.mu.
 type balance struct {
 	active bool
+	joined []nodeID // that a source has begun to list
 	misses int // dials in a row that landed where there are enough
 }
 
 // returned starts the way home: a node is there that was not, or was marked. w.mu is held.
-func (w *watchdog) returned() {
+func (w *watchdog) returned(id nodeID) {
 	if w.cfg.rebalance && w.cfg.mode == modeOn {
-		w.balance = balance{active: true}
+		w.balance = balance{active: true, joined: append(w.balance.joined, id)}
 		w.pokeMove()
 	}
 }
@@ -89,19 +90,20 @@ func maxTime(a, b time.Time) time.Time {
 	return b
 }
 
-// sweepPending forgets replacements that have found their place, gives up those that have waited too long, and returns
-// how many are waiting.
+// sweepPending forgets replacements that have found their place, gives up those that have waited too long or whose own
+// node is marked now (a drain would wait for them, and they for nobody), and returns how many are waiting.
 func (w *watchdog) sweepPending(t time.Time) int {
 	w.mu.Lock()
 	var late []*session
 	w.pending = slices.DeleteFunc(w.pending, func(p pending) bool {
-		if p.victim.replacement.Load() == nil || p.victim.state.Load() == sessionGone {
+		r := p.victim.replacement.Load()
+		if r == nil || p.victim.state.Load() == sessionGone {
 			return true // it is where it belongs, or its holder has closed it
 		}
-		if t.Sub(p.since) < pendingKeep {
+		if t.Sub(p.since) < pendingKeep && !(r.w != nil && r.w.isMarked(r)) {
 			return false
 		}
-		if r := p.victim.replacement.Swap(nil); r != nil {
+		if r = p.victim.replacement.Swap(nil); r != nil {
 			late = append(late, r)
 		}
 		return true
@@ -209,7 +211,8 @@ func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
 	}
 	for id := range w.sources {
 		for node, state := range w.sources[id].nodes {
-			if state.live && !state.leaving() && (sourceID(id) != sourceInstances || w.nodes[node] != nil) {
+			// system.sql_instances keeps rows for instances to come: an ID that we never reached counts only when it is new.
+			if state.live && !state.leaving() && (sourceID(id) != sourceInstances || w.nodes[node] != nil || slices.Contains(w.balance.joined, node)) {
 				counts[node] += 0
 			}
 		}
@@ -261,7 +264,7 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		}
 		return plan{c: c, hosts: hosts, gap: min(w.cfg.cullStagger, max(moveWithin/time.Duration(dials), minMoveGap))}, true
 	}
-	w.balance.active = false
+	w.balance = balance{}
 	return p, false
 }
 

@@ -396,6 +396,99 @@ func TestB04IdleConnectionsLeaveWithoutTraffic(t *testing.T) {
 	}
 }
 
+// B04: a connection that database/sql dialled for a caller who was served otherwise is put into the pool without a call of
+// IsValid, and handed out later without ResetSession. The sweep finds it all the same, and its first user notices nothing.
+func TestB04ConnectionsThatNobodyHasUsedLeaveToo(t *testing.T) {
+	for _, use := range []struct {
+		name string
+		do   func(*pool) error
+	}{
+		{"a statement", func(p *pool) error { return selectOne(p.DB)() }},
+		{"a transaction", func(p *pool) error {
+			tx, err := p.Begin()
+			if err != nil {
+				return err
+			}
+			return tx.Commit()
+		}},
+		{"a prepared statement", func(p *pool) error {
+			st, err := p.Prepare("UPDATE t SET x = $1")
+			if err != nil {
+				return err
+			}
+			_, err = st.Exec(1)
+			return errors.Join(err, st.Close())
+		}},
+		{"a ping", func(p *pool) error { return p.PingContext(context.Background()) }},
+		{"pgx's own connection", func(p *pool) error {
+			conn, err := p.Conn(context.Background())
+			if err != nil {
+				return err
+			}
+			defer conn.Close()
+			return conn.Raw(func(dc any) error {
+				_, err := dc.(interface{ Conn() *pgx.Conn }).Conn().Exec(context.Background(), "UPDATE t SET x = 1")
+				return err
+			})
+		}},
+		{"no use", func(p *pool) error {
+			conn, err := p.Conn(context.Background())
+			if err != nil {
+				return err
+			}
+			return conn.Close()
+		}},
+	} {
+		t.Run(use.name, func(t *testing.T) {
+			c := startCluster(t, crdbdraintest.Config{Nodes: 2})
+			p := openOn(t, c, still+"&crdbdrain_cull_stagger=0")
+			p.refugeAndNeverUsed(t, c)
+			w := p.dog(t)
+			w.unsay(1) // it is back
+			w.say(2)
+			within(t, 5*time.Second, "the sweep of a connection that nobody has used", func() bool { return p.c.Stats().Culled == 2 })
+			within(t, time.Second, "the connection closed", func() bool { return c.Node(2).Stats().Open == 0 })
+			if err := use.do(p); err != nil {
+				t.Error(err)
+			}
+			if s := p.c.Stats(); s.Culled != 2 || s.Lost != 0 || s.Rerun != 0 {
+				t.Errorf("%+v, want 2 culled", s)
+			}
+			mustExec(t, p, "UPDATE t SET x = 1")
+		})
+	}
+}
+
+// refugeAndNeverUsed leaves node 1 marked, and the pool with one connection, on node 2, that has not been used: a caller
+// waits in a full pool, the connection that comes back is culled, database/sql dials another, and the caller gives up.
+func (p *pool) refugeAndNeverUsed(t testing.TB, c *crdbdraintest.Cluster) {
+	t.Helper()
+	fill(t, p.DB, 1)
+	p.refuge(t, c)
+	conn, err := p.Conn(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, giveUp := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if other, err := p.Conn(ctx); err == nil {
+			t.Error("the caller was served")
+			_ = other.Close()
+		}
+	})
+	within(t, 5*time.Second, "a caller waiting", func() bool { return p.DB.Stats().WaitCount == 1 })
+	p.dog(t).say(1)
+	c.Node(2).Hang(true) // the dial takes as long as that
+	accepts := c.Node(2).Stats().Accepts
+	_ = conn.Close()
+	within(t, 5*time.Second, "the dial of another", func() bool { return c.Node(2).Stats().Accepts > accepts && p.c.Stats().Culled == 1 })
+	giveUp()
+	wg.Wait()
+	c.Node(2).Hang(false)
+	within(t, 5*time.Second, "the connection in the pool", func() bool { return p.DB.Stats().Idle == 1 && c.Node(2).Stats().Open == 1 })
+}
+
 // B07: a connection that is held is left alone, hooks or no hooks, and leaves when it is given back.
 func TestB07PinnedConnectionLeavesAtItsReturn(t *testing.T) {
 	c := startCluster(t, crdbdraintest.Config{Nodes: 2})
@@ -447,6 +540,42 @@ func TestA11TransactionOnAMarkedNodeCommits(t *testing.T) {
 	s := c.Node(1).Stats()
 	if s.Statements["UPDATE t SET x = 1"] != 3 || s.Statements["commit"] != 1 {
 		t.Errorf("node 1 executed %v", s.Statements)
+	}
+}
+
+// A replacement that waits for the session it is to replace, which is in use, does not hold up a drain of its own node.
+func TestReplacementInHandLeavesAMarkedNode(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 2})
+	p := openOn(t, c, still)
+	pinned, err := p.Conn(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pinned.Close()
+	mustExec(t, pinned, "UPDATE t SET x = 1")
+	w := p.dog(t)
+	var victim *session
+	_ = pinned.Raw(func(dc any) error { victim = dc.(*conn).s; return nil })
+	r, err := p.c.connect(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	// As if it were on node 2.
+	r.reserve.Store(true)
+	w.remove(r)
+	r.id = 2
+	w.add(r, &attempt{})
+	if !victim.replaceWith(r, reasonRebalance) {
+		t.Fatal("not taken")
+	}
+	w.mu.Lock()
+	w.pending = append(w.pending, pending{victim, time.Now()})
+	w.mu.Unlock()
+	w.say(2)
+	within(t, 3*time.Second, "the replacement closed", func() bool { return c.Node(1).Stats().Open == 1 })
+	mustExec(t, pinned, "UPDATE t SET x = 1")
+	if s := p.c.Stats(); s.Culled+s.Lost != 0 {
+		t.Errorf("%+v", s)
 	}
 }
 

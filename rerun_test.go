@@ -39,6 +39,8 @@ type peer struct {
 	sent     map[string]int        // arrivals of a statement, by step and text; guarded by mu
 	executed map[string]int        // statements answered in full, by text; guarded by mu
 	startups []map[string]string   // guarded by mu
+	greet    int                   // connections to come that are ended with the packet that welcomes them; guarded by mu
+	greeted  uint32                // the node of the last one; guarded by mu
 	open     map[net.Conn]net.Conn // guarded by mu
 }
 
@@ -60,16 +62,19 @@ type trap struct {
 }
 
 type peerConn struct {
-	p       *peer
-	node    uint32
-	app     string
-	raw     net.Conn
-	conn    net.Conn
-	be      *pgproto3.Backend
-	tx      byte
-	stmts   map[string]string
-	portal  string
-	formats int
+	p      *peer
+	node   uint32
+	app    string
+	raw    net.Conn
+	conn   net.Conn
+	held   *corked // under TLS
+	be     *pgproto3.Backend
+	tx     byte
+	stmts  map[string]string
+	portal string
+	ready  bool              // its startup is over; guarded by p.mu, like all below
+	wake   func(c *peerConn) // what to do instead of waiting for the next request
+	woken  func()            // says that it is done
 }
 
 const crdbVersion25 = "CockroachDB CCL v25.2.0 (x86_64-pc-linux-gnu)"
@@ -112,7 +117,11 @@ func (p *peer) accept() {
 			c.serve()
 			p.mu.Lock()
 			delete(p.open, nc)
+			woken := c.woken
 			p.mu.Unlock()
+			if woken != nil {
+				woken() // the client was first
+			}
 		})
 	}
 }
@@ -133,7 +142,7 @@ func (p *peer) dsn(params ...string) string {
 		mode = "require"
 	}
 	return fmt.Sprintf("postgres://app@%s/defaultdb?%s", p.ln.Addr(), strings.Join(append([]string{
-		"sslmode=" + mode, "crdbdrain_sources=errors", "crdbdrain_poll_interval=100ms"}, params...), "&"))
+		"sslmode=" + mode, "crdbdrain_sources=errors", "crdbdrain_poll_interval=100ms", "crdbdrain_spares=0"}, params...), "&"))
 }
 
 // dials returns how many connections were accepted, those of the watchdog and of CancelRequests left out.
@@ -228,6 +237,74 @@ func (c *peerConn) end(messages ...pgproto3.BackendMessage) {
 	c.awaitClose()
 }
 
+// endIdle does something to every idle connection of the application that is to end it, and returns their nodes once it
+// has been done: do calls done then, and may go on to wait for the client.
+func (p *peer) endIdle(do func(c *peerConn, done func())) (nodes []uint32) {
+	return p.endSome(func(int) bool { return true }, do)
+}
+
+// openNow returns how many connections the application has that are not about to end.
+func (p *peer) openNow() (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.conns {
+		if p.open[c.raw] != nil && c.ready && c.app != watchdogName && c.wake == nil {
+			n++
+		}
+	}
+	return n
+}
+
+// endSome is endIdle for some of the connections, counted from 0. One that is busy ends behind its answer.
+func (p *peer) endSome(some func(i int) bool, do func(c *peerConn, done func())) (nodes []uint32) {
+	var wg sync.WaitGroup
+	i := -1
+	p.mu.Lock()
+	for _, c := range p.conns {
+		if p.open[c.raw] == nil || !c.ready || c.app == watchdogName || c.wake != nil {
+			continue
+		}
+		if i++; !some(i) {
+			continue
+		}
+		wg.Add(1)
+		c.woken = sync.OnceFunc(wg.Done)
+		c.wake = func(c *peerConn) { do(c, c.woken) }
+		nodes = append(nodes, c.node)
+		_ = c.raw.SetReadDeadline(time.Unix(1, 0))
+	}
+	p.mu.Unlock()
+	wg.Wait()
+	return nodes
+}
+
+// sayGoodbye sends an unsolicited goodbye and closes, as a drain does to an idle connection.
+func sayGoodbye(c *peerConn, done func()) {
+	c.be.Send(shutdown("ERROR"))
+	_ = c.be.Flush()
+	closeQuietly(c, done)
+}
+
+// closeQuietly closes without a word, with a FIN.
+func closeQuietly(c *peerConn, done func()) {
+	_ = c.conn.(interface{ CloseWrite() error }).CloseWrite()
+	done()
+	c.awaitClose()
+}
+
+// resetQuietly closes without a word, with an RST.
+func resetQuietly(c *peerConn, done func()) {
+	c.reset()
+	done()
+}
+
+// sayGoodbyeAndReset sends a goodbye, and has it followed by an RST.
+func sayGoodbyeAndReset(c *peerConn, done func()) {
+	c.be.Send(shutdown("ERROR"))
+	_ = c.be.Flush()
+	resetQuietly(c, done)
+}
+
 func (c *peerConn) awaitClose() {
 	_ = c.conn.SetReadDeadline(time.Now().Add(10 * time.Second))
 	_, _ = io.Copy(io.Discard, c.conn)
@@ -253,12 +330,13 @@ func (c *peerConn) startup() bool {
 				continue
 			}
 			_, _ = c.conn.Write([]byte{'S'})
-			c.conn = tls.Server(c.raw, c.p.tls)
+			c.held = &corked{Conn: c.raw}
+			c.conn = tls.Server(c.held, c.p.tls)
 			c.be = pgproto3.NewBackend(c.conn, c.conn)
 			continue
 		case *pgproto3.StartupMessage:
-			c.app = m.Parameters["application_name"]
 			c.p.mu.Lock()
+			c.app = m.Parameters["application_name"]
 			c.p.startups = append(c.p.startups, maps.Clone(m.Parameters))
 			nth, refuse := len(c.p.startups), c.p.refuse
 			c.p.mu.Unlock()
@@ -281,6 +359,18 @@ func (c *peerConn) startup() bool {
 	}
 	c.be.Send(&pgproto3.BackendKeyData{ProcessID: c.node<<20 | 7, SecretKey: []byte{0, 0, 0, 1}})
 	c.be.Send(&pgproto3.ReadyForQuery{TxStatus: 'I'})
+	c.p.mu.Lock()
+	c.ready = true
+	greet := c.p.greet > 0 && c.app != watchdogName
+	if greet {
+		c.p.greet--
+		c.p.greeted = c.node
+	}
+	c.p.mu.Unlock()
+	if greet {
+		c.end(shutdown("ERROR"))
+		return false
+	}
 	return c.be.Flush() == nil
 }
 
@@ -291,6 +381,12 @@ func (c *peerConn) serve() {
 	for {
 		m, err := c.be.Receive()
 		if err != nil {
+			c.p.mu.Lock()
+			wake := c.wake
+			c.p.mu.Unlock()
+			if wake != nil {
+				wake(c)
+			}
 			return
 		}
 		switch m := m.(type) {

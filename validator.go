@@ -18,9 +18,12 @@ type stdConn = stdlib.Conn
 // session is one connection to a server: pgx's, and what is known of the node it is on. For PostgreSQL, w is nil and
 // nothing below it is set.
 //
-//	dial ──▶ sessionInUse ──IsValid──▶ sessionIdle ──ResetSession──▶ sessionInUse
-//	               │                        │
-//	               └───── Close, cull ──────┴─ sweep ──▶ sessionGone
+//	sessionInUse ──IsValid──▶ sessionIdle ──ResetSession, first use──▶ sessionInUse
+//	      │            dial ──▶ │
+//	      └──── Close, cull ────┴─ sweep ──▶ sessionGone
+//
+// A new one is idle until its first use: database/sql hands it out without ResetSession, or, where the caller it was
+// dialled for has been served otherwise, puts it into the pool without IsValid, for as long as it pleases.
 //
 // The states change by compare-and-swap. Whoever moves a session to sessionGone closes it. The sweep can only take one
 // that is idle; nothing but the pool touches one in use.
@@ -68,7 +71,9 @@ const pingAfter = time.Second
 // maxPing bounds that ping, so that a half-open peer cannot eat the caller's deadline.
 const maxPing = time.Second
 
-var clockStart = time.Now()
+// clockStart is long ago, so that now is positive, also on the clock of testing/synctest, which begins in 2000: 0 can
+// then stand for "never".
+var clockStart = time.Now().Add(-50 * 365 * 24 * time.Hour)
 
 // now is the monotonic clock as a number. It is cheaper than time.Now where only a distance is asked for.
 func now() int64 { return int64(time.Since(clockStart)) }
@@ -120,8 +125,11 @@ func (s *session) dead(ctx context.Context) bool {
 	}
 	alive := true
 	switch look := s.link.peeker.peek(); {
-	case s.link.words.Load() != goodbyeNone || look == peekClosed:
+	case s.link.words.Load() != goodbyeNone:
 		alive = false
+	case look == peekClosed:
+		alive = false
+		s.link.hearOut()
 	case look == peekPending:
 		alive = s.ping(ctx) // a notice, or the last words: a ping reads them and tells which
 	}
@@ -185,11 +193,34 @@ var (
 	_ driver.Validator          = (*conn)(nil)
 )
 
-func newConn(s *session) *conn { return &conn{stdConn: s.std, s: s, untouched: true} }
+func newConn(s *session) *conn {
+	if s.w != nil {
+		s.idled.Store(now())
+		s.state.Store(sessionIdle)
+	}
+	return &conn{stdConn: s.std, s: s, untouched: true}
+}
+
+// claim takes the session, new in the pool, from the sweep for its first user, or replaces it where the sweep was first.
+func (c *conn) claim(ctx context.Context) error {
+	if c.s.w == nil || c.s.state.Load() == sessionInUse {
+		return nil
+	}
+	s := c.follow()
+	if s.state.CompareAndSwap(sessionIdle, sessionInUse) || s.state.Load() == sessionInUse || c.mend(ctx) {
+		return nil
+	}
+	return driver.ErrBadConn
+}
 
 // Conn returns pgx's connection, for callers of [database/sql.Conn.Raw].
 func (c *conn) Conn() *pgx.Conn {
 	c.untouched = false
+	ctx, cancel := context.WithTimeout(context.Background(), moveDial)
+	defer cancel()
+	if err := c.claim(ctx); err != nil {
+		<-c.s.pg.CleanupDone() // it is closed, and its user will hear it
+	}
 	return c.stdConn.Conn()
 }
 
@@ -197,7 +228,10 @@ func (c *conn) Conn() *pgx.Conn {
 // transaction, to which the server has said goodbye, or, when the pace allows it, one whose node is marked. It waits
 // for nothing.
 func (c *conn) IsValid() bool {
-	s := c.s
+	s := c.follow()
+	if s.w != nil && s.state.Load() != sessionInUse && !s.state.CompareAndSwap(sessionIdle, sessionInUse) {
+		return false // never used, and swept
+	}
 	if s.pg.IsClosed() || s.pg.TxStatus() != 'I' {
 		return false
 	}
@@ -345,15 +379,15 @@ type request struct {
 	first   bool // since the checkout: the session has no state that the holder could miss
 }
 
-// begin is called before a request is sent.
-func (c *conn) begin() request {
-	if c.s.w == nil {
-		return request{}
+// begin is called before a request is sent. Its error is driver.ErrBadConn.
+func (c *conn) begin(ctx context.Context) (request, error) {
+	if err := c.claim(ctx); err != nil || c.s.w == nil {
+		return request{}, err
 	}
 	r := request{outside: c.s.pg.TxStatus() == 'I', first: c.untouched}
 	c.untouched = false
 	c.s.link.begin()
-	return r
+	return r, nil
 }
 
 // settle decides what becomes of a request that failed. It is run again only when the server provably did not execute
@@ -392,7 +426,10 @@ func (c *conn) settle(ctx context.Context, err error, r request, kind rerunKind)
 }
 
 func (c *conn) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {
-	r := c.begin()
+	r, err := c.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
 	for {
 		res, err := c.stdConn.ExecContext(ctx, query, args)
 		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
@@ -402,7 +439,10 @@ func (c *conn) ExecContext(ctx context.Context, query string, args []driver.Name
 }
 
 func (c *conn) QueryContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Rows, error) {
-	r := c.begin()
+	r, err := c.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
 	for {
 		rows, err := c.stdConn.QueryContext(ctx, query, args)
 		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
@@ -412,7 +452,10 @@ func (c *conn) QueryContext(ctx context.Context, query string, args []driver.Nam
 }
 
 func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
-	r := c.begin()
+	r, err := c.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
 	for {
 		tx, err := c.stdConn.BeginTx(ctx, opts)
 		if err = c.settle(ctx, err, r, rerunBegin); err != errAgain {
@@ -422,7 +465,10 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 }
 
 func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
-	r := c.begin()
+	r, err := c.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
 	for {
 		st, err := c.stdConn.PrepareContext(ctx, query)
 		if err = c.settle(ctx, err, r, rerunPrepare); err == errAgain {
@@ -438,7 +484,10 @@ func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, e
 }
 
 func (c *conn) Ping(ctx context.Context) error {
-	r := c.begin()
+	r, err := c.begin(ctx)
+	if err != nil {
+		return err
+	}
 	for {
 		err := c.stdConn.Ping(ctx)
 		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
@@ -495,7 +544,10 @@ func (st *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driv
 	if err := st.renew(ctx); err != nil {
 		return nil, err
 	}
-	r := st.conn.begin()
+	r, err := st.conn.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
 	for {
 		res, err := st.stdStmt.ExecContext(ctx, args)
 		if err = st.conn.settle(ctx, err, r, rerunStatement); err != errAgain {
@@ -511,7 +563,10 @@ func (st *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (dri
 	if err := st.renew(ctx); err != nil {
 		return nil, err
 	}
-	r := st.conn.begin()
+	r, err := st.conn.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
 	for {
 		rows, err := st.stdStmt.QueryContext(ctx, args)
 		if err = st.conn.settle(ctx, err, r, rerunStatement); err != errAgain {

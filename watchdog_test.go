@@ -143,6 +143,10 @@ func TestA01WhichSignalComesInTime(t *testing.T) {
 				id := map[string]sourceID{"gossip": sourceGossip, "instances": sourceInstances, "readiness": sourceReadiness}[tt.source]
 				return db.wd().rule.Load() == ruleHolds && len(db.wd().status(id).nodes) == 3
 			})
+			on2 := db.wd().heldOn(2)
+			if on2 == 0 {
+				t.Fatal("no connection is on node 2")
+			}
 			stop := make(chan struct{})
 			var traffic sync.WaitGroup
 			traffic.Go(func() {
@@ -162,14 +166,14 @@ func TestA01WhichSignalComesInTime(t *testing.T) {
 			close(stop)
 			traffic.Wait()
 			if !tt.early { // what the server has closed is found by the sweep, or by a caller
-				eventually(t, "the losses are noticed", func() bool { return db.c.Stats().Lost >= conns/3 })
+				eventually(t, "the losses are noticed", func() bool { return db.c.Stats().Lost == int64(on2) })
 			}
 			s := db.c.Stats()
 			mu.Lock()
 			defer mu.Unlock()
 			t.Logf("%+v\n%+v\nculled by step %v", d, s, culledAt)
 			if !tt.early {
-				if s.Culled != 0 || d.LostIdle+d.LostBusy < conns/3 {
+				if s.Culled != 0 || d.LostIdle+d.LostBusy < on2 {
 					t.Errorf("%d culled, %d closed by the server; want 0 culled, and all of node 2's closed by it", s.Culled, d.LostIdle+d.LostBusy)
 				}
 				return
@@ -177,8 +181,8 @@ func TestA01WhichSignalComesInTime(t *testing.T) {
 			if d.LostIdle+d.LostBusy != 0 || s.Lost != 0 {
 				t.Errorf("%d idle and %d busy connections closed by the server, want none", d.LostIdle, d.LostBusy)
 			}
-			if s.Culled < conns/3 {
-				t.Errorf("%d culled, want all %d of node 2", s.Culled, conns/3)
+			if s.Culled < int64(on2) {
+				t.Errorf("%d culled, want all %d of node 2", s.Culled, on2)
 			}
 			if n := culledAt[tt.since]; n != 0 {
 				t.Errorf("%d culled before the signal", n)
@@ -745,45 +749,44 @@ func TestTheWorkerEndsWithTheLastConnection(t *testing.T) {
 
 // H06, F13: a thousand processes that are deployed together do not poll together.
 func TestH06F13FirstPollsAreSpread(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		const fleet = 1000
-		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true, LoadBalancer: crdbdraintest.LoadBalancerConfig{Interval: time.Minute}})
-		defer c.Close()
-		var dbs []*sql.DB
-		for i := range fleet {
-			// Clusters of their own are processes of their own.
-			connector := virtualConnector(t, c, c.Node(1+i%3).DSN()+fmt.Sprintf("&crdbdrain_sources=errors&crdbdrain_cluster=process-%d", i))
-			db := sql.OpenDB(connector)
-			if err := db.PingContext(t.Context()); err != nil {
-				t.Fatal(err)
+	// Twenty bubbles of fifty: in one of a thousand the race detector fails by itself (golang/go issue 78156).
+	const fleet, at = 1000, 50
+	buckets := map[int]int{}
+	total := 0
+	for range fleet / at {
+		synctest.Test(t, func(t *testing.T) {
+			c := crdbdraintest.Start(crdbdraintest.Config{Memory: true, LoadBalancer: crdbdraintest.LoadBalancerConfig{Interval: time.Minute}})
+			defer c.Close()
+			for i := range at {
+				// Clusters of their own are processes of their own.
+				connector := virtualConnector(t, c, c.Node(1+i%3).DSN()+fmt.Sprintf("&crdbdrain_sources=errors&crdbdrain_cluster=process-%d", i))
+				db := sql.OpenDB(connector)
+				defer db.Close()
+				if err := db.PingContext(t.Context()); err != nil {
+					t.Fatal(err)
+				}
 			}
-			dbs = append(dbs, db)
-		}
-		start := time.Now()
-		time.Sleep(6 * time.Second)
-		buckets := map[int]int{}
-		total := 0
-		for _, at := range c.Stats().Dials {
-			if d := at.Sub(start); d > 0 {
-				buckets[int(d/(100*time.Millisecond))]++
-				total++
+			start := time.Now()
+			time.Sleep(6 * time.Second)
+			for _, at := range c.Stats().Dials {
+				if d := at.Sub(start); d > 0 {
+					buckets[int(d/(100*time.Millisecond))]++
+					total++
+				}
 			}
+		})
+	}
+	if total != fleet {
+		t.Errorf("%d first polls, want %d", total, fleet)
+	}
+	for b, n := range buckets {
+		if n > fleet/20 {
+			t.Errorf("%d of %d first polls within the 100 ms from %v on", n, fleet, time.Duration(b)*100*time.Millisecond)
 		}
-		if total != fleet {
-			t.Errorf("%d first polls, want %d", total, fleet)
+		if b > 50 {
+			t.Errorf("%d first polls after an interval", n)
 		}
-		for b, n := range buckets {
-			if n > fleet/20 {
-				t.Errorf("%d of %d first polls within the 100 ms from %v on", n, fleet, time.Duration(b)*100*time.Millisecond)
-			}
-			if b > 50 {
-				t.Errorf("%d first polls after an interval", n)
-			}
-		}
-		for _, db := range dbs {
-			_ = db.Close()
-		}
-	})
+	}
 }
 
 func TestJitter(t *testing.T) {

@@ -5,6 +5,7 @@ go 1.26.8
 require (
 	github.com/crdbdrain/crdbdrain v0.0.0
 	github.com/jackc/pgx/v5 v5.13.0
+	go.uber.org/goleak v1.3.0
 )
 
 require (

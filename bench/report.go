@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -113,7 +112,7 @@ type row struct {
 	rolls bool // means nothing where no node is drained
 }
 
-func rows(s *scenarioResult) []row {
+func rows() []row {
 	med := func(label, format string, f func(*run) float64) row {
 		return row{label: label, text: func(p *poolResult) string { return grouped(fmt.Sprintf(format, median(p.each(f)))) }}
 	}
@@ -194,7 +193,7 @@ func (s *scenarioResult) text() string {
 		_, _ = fmt.Fprintf(&b, "%*s", column, p.name)
 	}
 	b.WriteByte('\n')
-	for _, r := range rows(s) {
+	for _, r := range rows() {
 		_, _ = fmt.Fprintf(&b, "%-*s", label, r.label)
 		for i := range s.pools {
 			text := "–"
@@ -483,9 +482,4 @@ func findingsText(findings []finding) string {
 		b.WriteString("unclear: over the limit by the median, but not in every run, or in a pool where nothing was drained as well:\nthe machine's noise is larger than the margin.\n")
 	}
 	return b.String()
-}
-
-// byTime sorts samples.
-func byTime(samples []sample) []sample {
-	return slices.SortedFunc(slices.Values(samples), func(a, b sample) int { return cmp.Compare(a.end(), b.end()) })
 }

@@ -181,13 +181,17 @@ func runOne(ctx context.Context, s scenario, c contender, say func(string, ...an
 
 	// The way home.
 	home := false
-	for since() < r.endAt+s.home && ctx.Err() == nil {
+	for (since() < r.endAt+s.home || since() < s.until) && ctx.Err() == nil {
 		if isEven(openOn(cluster)) {
 			if r.even < 0 {
 				r.even = since() - r.endAt
 			}
 		} else {
 			r.even = -1
+		}
+		if since() < s.until {
+			pause(ctx, 50*time.Millisecond)
+			continue
 		}
 		if r.even >= 0 && since() > r.endAt+r.even+time.Second {
 			break // and it has stayed so

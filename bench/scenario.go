@@ -34,6 +34,7 @@ type scenario struct {
 	down   time.Duration // how long a node is down
 	settle time.Duration // between a node's return and the next drain
 	home   time.Duration // longest time to watch the way home
+	until  time.Duration // watch for as long at least, from the load's beginning
 	apart  bool          // one pool at a time: side by side they would want more of the machine than it has
 }
 

@@ -1,0 +1,311 @@
+package crdbdrain
+
+import (
+	"context"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgproto3"
+)
+
+func refusal() *pgproto3.ErrorResponse {
+	return &pgproto3.ErrorResponse{Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: "57P01", Message: "server is not accepting clients, try another node"}
+}
+
+func refuseWith(code, message string) func(int) *pgproto3.ErrorResponse {
+	return func(int) *pgproto3.ErrorResponse {
+		return &pgproto3.ErrorResponse{Severity: "FATAL", SeverityUnlocalized: "FATAL", Code: code, Message: message}
+	}
+}
+
+// dsnOf is a DSN with the addresses of several peers.
+func dsnOf(params string, peers ...*peer) string {
+	var addrs []string
+	for _, p := range peers {
+		addrs = append(addrs, p.ln.Addr().String())
+	}
+	return fmt.Sprintf("postgres://app@%s/defaultdb?sslmode=disable&crdbdrain_sources=errors%s", strings.Join(addrs, ","), params)
+}
+
+// A refused dial is tried again, a bounded number of times; then the application sees the server's 57P01, never
+// driver.ErrBadConn, with which database/sql would multiply the dials by three (A07, B09, H09).
+func TestA07RefusedDialsAreBounded(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	p.refuse = func(int) *pgproto3.ErrorResponse { return refusal() }
+	db := open(t, p.dsn(), "")
+	start := time.Now()
+	err := db.Ping()
+	took := time.Since(start)
+	if sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) {
+		t.Errorf("%v, want the server's 57P01", err)
+	}
+	if got := p.accepts(); got != 1+maxRefused {
+		t.Errorf("%d dials, want %d", got, 1+maxRefused)
+	}
+	if shortest := firstRefusal * (1<<maxRefused - 1) / 2; took < shortest {
+		t.Errorf("gave up after %v, want %v at least", took, shortest)
+	}
+	if got := db.c.Stats().Refused; got != 1+maxRefused {
+		t.Errorf("%d refusals counted, want %d", got, 1+maxRefused)
+	}
+}
+
+// The tries stay within the caller's context, and what the caller sees is the refusal, not the context's end.
+func TestA07RefusedDialsEndWithTheContext(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	p.refuse = func(int) *pgproto3.ErrorResponse { return refusal() }
+	db := open(t, p.dsn(), "")
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	err := db.PingContext(ctx)
+	if sqlState(err) != "57P01" {
+		t.Errorf("%v, want the server's 57P01", err)
+	}
+	if ctx.Err() != nil {
+		t.Error("waited for the context's end although no try could follow")
+	}
+	if got := p.accepts(); got < 2 || got > 4 {
+		t.Errorf("%d dials in 200 ms, want 2 to 4", got)
+	}
+}
+
+// A load balancer that has not noticed yet: the dial succeeds once it has.
+func TestA07RefusedDialSucceedsElsewhere(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	p.refuse = func(nth int) *pgproto3.ErrorResponse {
+		if nth <= 3 {
+			return refusal()
+		}
+		return nil
+	}
+	db := open(t, p.dsn(), "")
+	if err := db.Ping(); err != nil || p.dials() != 4 {
+		t.Errorf("%v after %d dials, want none after 4", err, p.dials())
+	}
+}
+
+// With several hosts the next one is dialled at once.
+func TestA07NextHostAtOnce(t *testing.T) {
+	t.Parallel()
+	p1, p2 := startPeer(t, false), startPeer(t, false)
+	p1.refuse = func(int) *pgproto3.ErrorResponse { return refusal() }
+	for range 10 {
+		db := open(t, dsnOf("&crdbdrain_host_order=listed", p1, p2), "")
+		var waits atomic.Int32
+		db.c.cfg.pgx.DialFunc = countDials(db.c.cfg.pgx.DialFunc, &waits)
+		if err := db.Ping(); err != nil {
+			t.Fatal(err)
+		}
+		if got := waits.Load(); got != 2 {
+			t.Errorf("%d dials, want 2", got)
+		}
+	}
+}
+
+func countDials(dial pgconn.DialFunc, n *atomic.Int32) pgconn.DialFunc {
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		n.Add(1)
+		return dial(ctx, network, addr)
+	}
+}
+
+// TestC16 counts the dials to a refusing node by sslmode: pgx makes one for each way to connect, in each of the tries.
+func TestC16(t *testing.T) {
+	t.Parallel()
+	for mode, perTry := range map[string]int{"disable": 1, "allow": 2, "prefer": 2, "require": 1} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			p := startPeer(t, true)
+			p.refuse = func(int) *pgproto3.ErrorResponse { return refusal() }
+			db := open(t, fmt.Sprintf("postgres://app@%s/defaultdb?crdbdrain_sources=errors&sslmode=%s", p.ln.Addr(), mode), "")
+			if err := db.Ping(); sqlState(err) != "57P01" {
+				t.Errorf("%v, want 57P01", err)
+			}
+			if got := p.accepts(); got != perTry*(1+maxRefused) {
+				t.Errorf("%d dials in %d tries, want %d in each", got, 1+maxRefused, perTry)
+			}
+			if got := db.c.Stats().Refused; got != 1+maxRefused {
+				t.Errorf("%d refusals counted, want one for each try, %d", got, 1+maxRefused)
+			}
+		})
+	}
+}
+
+// TestC17 has the first host answer what ends pgx's walk through the hosts, and what does not: the driver adds no stop
+// of its own, and takes none away.
+func TestC17(t *testing.T) {
+	t.Parallel()
+	for _, code := range []string{"42501", "28P01", "3D000", "53300", "57P03", "28000", "XX000"} {
+		var got [2]int
+		var errs [2]error
+		for i, driverName := range []string{"pgx", "crdbdrain"} {
+			p1, p2 := startPeer(t, false), startPeer(t, false)
+			p1.refuse = refuseWith(code, "no")
+			params := ""
+			if driverName == "pgx" {
+				params = "&crdbdrain_mode=off"
+			}
+			db := open(t, dsnOf("&crdbdrain_host_order=listed"+params, p1, p2), "")
+			errs[i] = db.Ping()
+			got[i] = 10*p1.accepts() + p2.dials()
+		}
+		if got[0] != got[1] || sqlState(errs[0]) != sqlState(errs[1]) {
+			t.Errorf("%s: pgx: %v, dials %02d; crdbdrain: %v, dials %02d", code, errs[0], got[0], errs[1], got[1])
+		}
+	}
+}
+
+// A failure that is not a drain's refusal is dialled once per host and call (B09, H09).
+func TestB09(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct{ code, message string }{
+		{"28000", "invalid authorization"}, {"53300", "sorry, too many clients already"}, {"57P03", "the database system is starting up"},
+		{"57P01", "terminating connection due to administrator command"},
+	} {
+		p := startPeer(t, false)
+		p.refuse = refuseWith(tt.code, tt.message)
+		db := open(t, p.dsn(), "")
+		for n := 1; n <= 3; n++ {
+			if err := db.Ping(); sqlState(err) != tt.code || errors.Is(err, driver.ErrBadConn) {
+				t.Errorf("%v, want %s", err, tt.code)
+			}
+			if got := p.accepts(); got != n {
+				t.Errorf("%s: %d dials by %d calls", tt.code, got, n)
+			}
+		}
+	}
+}
+
+func TestH09ClosedPorts(t *testing.T) {
+	t.Parallel()
+	for hosts := 1; hosts <= 3; hosts++ {
+		var addrs []string
+		for range hosts {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			addrs = append(addrs, l.Addr().String())
+			l.Close()
+		}
+		var dials atomic.Int32
+		db := openWith(t, fmt.Sprintf("postgres://app@%s/defaultdb?sslmode=disable", strings.Join(addrs, ",")), func(cc *pgconn.Config) {
+			cc.DialFunc = countDials(cc.DialFunc, &dials)
+		})
+		err := db.Ping()
+		if err == nil || errors.Is(err, driver.ErrBadConn) {
+			t.Errorf("%v, want the dial's own error", err)
+		}
+		if got := int(dials.Load()); got != hosts {
+			t.Errorf("%d dials to %d closed ports, want one for each", got, hosts)
+		}
+	}
+}
+
+// With several refusing hosts, each try dials each of them once.
+func TestH09Refused(t *testing.T) {
+	t.Parallel()
+	p1, p2, p3 := startPeer(t, false), startPeer(t, false), startPeer(t, false)
+	for _, p := range []*peer{p1, p2, p3} {
+		p.refuse = func(int) *pgproto3.ErrorResponse { return refusal() }
+	}
+	db := open(t, dsnOf("", p1, p2, p3), "")
+	if err := db.Ping(); sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) {
+		t.Errorf("%v, want 57P01", err)
+	}
+	for i, p := range []*peer{p1, p2, p3} {
+		if got := p.accepts(); got != 1+maxRefused {
+			t.Errorf("host %d: %d dials, want %d", i+1, got, 1+maxRefused)
+		}
+	}
+}
+
+// TestH03 opens connections to three hosts: each gets a third of them, give or take 10 %, not the first all. Chance alone
+// fails it once in a million times.
+func TestH03(t *testing.T) {
+	t.Parallel()
+	peers := []*peer{startPeer(t, false), startPeer(t, false), startPeer(t, false)}
+	db := open(t, dsnOf("", peers...), "")
+	db.SetMaxIdleConns(-1) // each call opens its own
+	for range 600 {
+		if err := db.Ping(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i, p := range peers {
+		if got := p.dials(); got < 140 || got > 260 {
+			t.Errorf("host %d got %d of 600 connections, want a third", i+1, got)
+		}
+	}
+}
+
+// The refusal is no answer to another statement: it marks nothing where the address is not known to be one node.
+func TestRefusalsMarkNoLoadBalancer(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	db := openMarking(t, p)
+	takeConns(t, db.DB, 1) // on node 1, through the "load balancer"
+	var refused atomic.Bool
+	p.mu.Lock()
+	p.refuse = func(int) *pgproto3.ErrorResponse {
+		if refused.CompareAndSwap(false, true) {
+			return refusal()
+		}
+		return nil
+	}
+	p.mu.Unlock()
+	if err := db.Ping(); err != nil {
+		t.Fatal(err)
+	}
+	if w := db.c.watchdog.Load(); !refused.Load() || w.marks.Load() != nil {
+		t.Errorf("refused: %v, marks: %+v", refused.Load(), w.marks.Load())
+	}
+}
+
+// The caller's hooks go on being called.
+func TestHooksAreChained(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	var lookups, dials, nets, pgErrors atomic.Int32
+	db := openWith(t, p.dsn(), func(cc *pgconn.Config) {
+		lookup, dial := cc.LookupFunc, cc.DialFunc
+		cc.LookupFunc = func(ctx context.Context, host string) ([]string, error) {
+			lookups.Add(1)
+			return lookup(ctx, host)
+		}
+		cc.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+			dials.Add(1)
+			return dial(ctx, network, addr)
+		}
+		cc.AfterNetConnect = func(_ context.Context, _ *pgconn.Config, nc net.Conn) (net.Conn, error) {
+			nets.Add(1)
+			return nc, nil
+		}
+		cc.OnPgError = func(*pgconn.PgConn, *pgconn.PgError) bool {
+			pgErrors.Add(1)
+			return true // even so, a goodbye closes the connection
+		}
+	})
+	const insert = "INSERT INTO t VALUES (1)"
+	if err := db.Ping(); err != nil {
+		t.Fatal(err)
+	}
+	k := p.set(func(sql string, _ step) bool { return sql == insert }, func(c *peerConn) { c.end(shutdown("ERROR")) })
+	if _, err := db.Exec(insert); err != nil {
+		t.Error(err)
+	}
+	k.wait(t, insert)
+	if lookups.Load() < 2 || dials.Load() < 2 || nets.Load() < 2 || pgErrors.Load() != 1 {
+		t.Errorf("lookups %d, dials %d, connections %d, errors %d", lookups.Load(), dials.Load(), nets.Load(), pgErrors.Load())
+	}
+}
