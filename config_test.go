@@ -248,7 +248,6 @@ func TestC06BadValues(t *testing.T) {
 		{"cluster", strings.Repeat("ä", 129), cluster},
 		// Known, but of later versions.
 		{"feed", "https://feed:8443", "crdbdrain_feed is not in this version"},
-		{"ttl", "30m", "crdbdrain_ttl is not in this version"},
 		{"max_connections", "100", "crdbdrain_max_connections is not in this version"},
 	} {
 		t.Run(test.key+"="+test.value, func(t *testing.T) {
@@ -719,7 +718,7 @@ func FuzzParseConfig(f *testing.F) {
 			{c.pollTimeout, time.Millisecond, time.Hour, false},
 			{c.cullStagger, time.Millisecond, 24 * time.Hour, true},
 			{c.window, time.Millisecond, 24 * time.Hour, true},
-			{c.ttl, 0, 0, true}, // not in this version
+			{c.ttl, time.Second, 365 * 24 * time.Hour, true},
 			{c.ttlStagger, time.Millisecond, 24 * time.Hour, false},
 		} {
 			if (d.got < d.low || d.got > d.high) && !(d.zero && d.got == 0) {

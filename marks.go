@@ -389,7 +389,7 @@ func (w *watchdog) listed(of map[nodeID]*mark) (until time.Time) {
 }
 
 // apply takes over a source's complete answer: nodes that it no longer names lose its notice. w.mu is held.
-func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, t time.Time) []event {
+func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t time.Time) []event {
 	s := &w.sources[source]
 	changed := !maps.Equal(s.nodes, nodes)
 	for id, state := range nodes {
@@ -399,6 +399,12 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, t time.Tim
 	}
 	s.nodes, s.answered = nodes, t
 	for id, said := range w.notices {
+		// A node that says that it is ready, or is listed as not draining, has restarted since it said goodbye. (Not so in
+		// gossip, where it only drains at the very end.)
+		if n := said[sourceErrors]; n != nil && source != sourceGossip && nodes[id].live && n.heard.Before(asked) {
+			said[sourceErrors] = nil
+			changed = true
+		}
 		if said[source] != nil && !nodes[id].leaving() {
 			said[source] = nil
 			changed = true

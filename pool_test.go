@@ -1136,7 +1136,19 @@ func TestE01WrapperThatHidesIsValid(t *testing.T) {
 func TestE01WrapperThatHidesBothHooks(t *testing.T) {
 	c := startCluster(t, crdbdraintest.Config{Nodes: 2})
 	p := openOn(t, c, still+"&crdbdrain_cull_stagger=0").hidden(t, hideBoth)
-	fill(t, p.DB, 10)
+	p.SetMaxIdleConns(10)
+	var held [10]*sql.Conn
+	for i := range held {
+		conn, err := p.Conn(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		mustExec(t, conn, "UPDATE t SET x = 1") // from the first use on
+		held[i] = conn
+	}
+	for _, conn := range held {
+		_ = conn.Close()
+	}
 	p.refuge(t, c)
 	p.dog(t).say(1)
 	failed, err := burst(8, 20, selectOne(p.DB))

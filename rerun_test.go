@@ -39,6 +39,7 @@ type peer struct {
 	sent     map[string]int        // arrivals of a statement, by step and text; guarded by mu
 	executed map[string]int        // statements answered in full, by text; guarded by mu
 	startups []map[string]string   // guarded by mu
+	lifetime int                   // requests after which a connection is ended; 0: never; guarded by mu
 	greet    int                   // connections to come that are ended with the packet that welcomes them; guarded by mu
 	greeted  uint32                // the node of the last one; guarded by mu
 	open     map[net.Conn]net.Conn // guarded by mu
@@ -57,24 +58,26 @@ const (
 type trap struct {
 	fits  func(sql string, at step) bool
 	do    func(c *peerConn)
+	times int           // how often it is still to spring
 	node  uint32        // of the connection it was sprung on
 	ended chan struct{} // closed once the client has closed that connection
 }
 
 type peerConn struct {
-	p      *peer
-	node   uint32
-	app    string
-	raw    net.Conn
-	conn   net.Conn
-	held   *corked // under TLS
-	be     *pgproto3.Backend
-	tx     byte
-	stmts  map[string]string
-	portal string
-	ready  bool              // its startup is over; guarded by p.mu, like all below
-	wake   func(c *peerConn) // what to do instead of waiting for the next request
-	woken  func()            // says that it is done
+	p        *peer
+	node     uint32
+	app      string
+	raw      net.Conn
+	conn     net.Conn
+	held     *corked // under TLS
+	be       *pgproto3.Backend
+	tx       byte
+	stmts    map[string]string
+	portal   string
+	requests int
+	ready    bool              // its startup is over; guarded by p.mu, like all below
+	wake     func(c *peerConn) // what to do instead of waiting for the next request
+	woken    func()            // says that it is done
 }
 
 const crdbVersion25 = "CockroachDB CCL v25.2.0 (x86_64-pc-linux-gnu)"
@@ -183,7 +186,7 @@ func (p *peer) set(fits func(sql string, at step) bool, do func(c *peerConn)) *t
 	defer p.mu.Unlock()
 	clear(p.sent)
 	clear(p.executed)
-	p.trap = &trap{fits: fits, do: do, ended: make(chan struct{})}
+	p.trap = &trap{fits: fits, do: do, times: 1, ended: make(chan struct{})}
 	return p.trap
 }
 
@@ -207,11 +210,17 @@ func (c *peerConn) arrived(sql string, at step) (sprung bool) {
 		p.mu.Unlock()
 		return false
 	}
-	p.trap = nil
+	k.times--
+	last := k.times <= 0
+	if last {
+		p.trap = nil
+	}
 	k.node = c.node
 	p.mu.Unlock()
 	k.do(c)
-	close(k.ended)
+	if last {
+		close(k.ended)
+	}
 	return true
 }
 
@@ -396,8 +405,9 @@ func (c *peerConn) serve() {
 			}
 			c.describe(m.String)
 			c.answer(m.String)
-			c.be.Send(&pgproto3.ReadyForQuery{TxStatus: c.tx})
-			_ = c.be.Flush()
+			if c.finish() {
+				return
+			}
 		case *pgproto3.Parse:
 			c.stmts[m.Name] = m.Query
 			if c.arrived(m.Query, parse) {
@@ -424,12 +434,28 @@ func (c *peerConn) serve() {
 		case *pgproto3.Close:
 			c.be.Send(&pgproto3.CloseComplete{})
 		case *pgproto3.Sync:
-			c.be.Send(&pgproto3.ReadyForQuery{TxStatus: c.tx})
-			_ = c.be.Flush()
+			if c.finish() {
+				return
+			}
 		case *pgproto3.Terminate:
 			return
 		}
 	}
+}
+
+// finish ends a request, and the connection where its time has come.
+func (c *peerConn) finish() (ended bool) {
+	c.be.Send(&pgproto3.ReadyForQuery{TxStatus: c.tx})
+	_ = c.be.Flush()
+	c.requests++
+	c.p.mu.Lock()
+	lifetime := c.p.lifetime
+	c.p.mu.Unlock()
+	if lifetime == 0 || c.requests < lifetime || c.tx != 'I' || c.app == watchdogName {
+		return false
+	}
+	c.end(shutdown("ERROR"))
+	return true
 }
 
 func oneColumn() *pgproto3.RowDescription {
@@ -880,6 +906,43 @@ func TestBeginAndPrepareWithoutAnAnswerAreRunAgain(t *testing.T) {
 			k.wait(t, op.name)
 			if err != nil || p.arrivals(at, op.sql) != 2 {
 				t.Errorf("%s, %s: %v, on the wire %d times; want no error and 2", op.name, name, err, p.arrivals(at, op.sql))
+			}
+		}
+	}
+}
+
+// A caller can meet several connections that end under its statement, one after the other: database/sql gives up after
+// the third, the driver goes on. A statement that is prepared first on the connection is no different.
+func TestOneStatementMeetsManyDyingConnections(t *testing.T) {
+	t.Parallel()
+	for _, op := range operations {
+		for times := 2; times <= 5; times++ {
+			p := startPeer(t, false)
+			db := openMarking(t, p)
+			var s *sql.Stmt
+			var err error
+			if op.prepare != nil {
+				if s, err = op.prepare(db.DB, op.sql); err != nil {
+					t.Fatal(err)
+				}
+			}
+			at := execute
+			if !strings.ContainsRune(op.steps, 'E') {
+				at = step(op.steps[0])
+			}
+			k := p.set(func(sql string, step step) bool { return sql == op.sql && step == at }, func(c *peerConn) { c.end(shutdown("ERROR")) })
+			p.mu.Lock()
+			k.times = times
+			p.mu.Unlock()
+			if err := op.run(db.DB, db.DB, op.sql, s); err != nil {
+				t.Errorf("%s, %d connections: %v", op.name, times, err)
+				continue
+			}
+			if got := p.arrivals(at, op.sql); got != times+1 {
+				t.Errorf("%s, %d connections: on the wire %d times, want %d", op.name, times, got, times+1)
+			}
+			if s != nil {
+				_ = s.Close()
 			}
 		}
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"net"
 	"strconv"
@@ -12,8 +11,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/stdlib"
 )
 
 // nodeState is what a source says of one node.
@@ -57,8 +56,8 @@ type answer struct {
 // question is what a poll is to ask.
 type question struct {
 	due   sourceSet
-	rule  uint32          // the stamp's, as far as it is known
-	pgx   *pgx.ConnConfig // of the connector whose role asks
+	rule  uint32     // the stamp's, as far as it is known
+	by    *Connector // whose role asks
 	marks *marks
 }
 
@@ -115,7 +114,7 @@ func (w *watchdog) ask(t time.Time) question {
 	defer w.mu.Unlock()
 	q := question{rule: w.rule.Load(), marks: w.marks.Load()}
 	if len(w.members) > 0 {
-		q.pgx = w.members[0].cfg.pgx
+		q.by = w.members[0]
 	}
 	enabled := w.cfg.enabled()
 	for id := range numSources {
@@ -164,7 +163,7 @@ func (w *watchdog) take(r pollResult) (again bool) {
 			}
 		default:
 			s.state, s.failures, s.due = sourceOK, 0, time.Time{}
-			events = append(events, w.apply(a.source, a.nodes, t)...)
+			events = append(events, w.apply(a.source, a.nodes, t.Add(-a.took), t)...)
 		}
 		events = append(events, w.sourceEdge(before.state, s.state, a, reason))
 	}
@@ -320,7 +319,7 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 		}
 	}
 	r.window = -1
-	if len(due) == 0 && q.rule != ruleUnknown || q.pgx == nil {
+	if len(due) == 0 && q.rule != ruleUnknown || q.by == nil {
 		return r
 	}
 	for try := 0; ; try++ {
@@ -534,8 +533,8 @@ func dialSide(ctx context.Context, q question, cfg *config) (*sideConn, error) {
 }
 
 func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, error) {
-	cc := q.pgx.Config.Copy()
-	cc.RuntimeParams = maps.Clone(cc.RuntimeParams)
+	cc := q.by.cfg.pgx.Copy()
+	cc.Tracer = nil
 	if cc.RuntimeParams == nil {
 		cc.RuntimeParams = make(map[string]string)
 	}
@@ -545,7 +544,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 	}
 	cc.OnNotice, cc.OnNotification, cc.ValidateConnect, cc.AfterConnect = nil, nil, nil, nil
 	cc.MaxProtocolMessageBodyLen = maxMessage
-	orderHosts(cc, cfg.hostOrder, nil, nil)
+	orderHosts(&cc.Config, cfg.hostOrder, nil, nil)
 	// After a failure pgx dials once more to cancel what may still be running. There is nothing to cancel here, and the
 	// server may hang.
 	dial, connected := cc.DialFunc, false
@@ -556,11 +555,16 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 		return dial(ctx, network, addr)
 	}
 	a := &attempt{start: time.Now()}
-	pg, err := pgconn.ConnectConfig(context.WithValue(ctx, attemptKey{}, a), cc)
+	// Through pgx's connector, for the sake of an OptionBeforeConnect that fetches a password.
+	std, err := stdlib.GetConnector(*cc, q.by.stdOpts...).Connect(context.WithValue(ctx, attemptKey{}, a))
 	connected = true
 	if err != nil {
+		if a.link != nil {
+			_ = a.link.Conn.Close()
+		}
 		return nil, err
 	}
+	pg := std.(*stdConn).Conn().PgConn() //nolint:forcetypeassert // what stdlib's connector returns
 	side := &sideConn{pg: pg, link: a.link}
 	switch q.rule {
 	case ruleUnknown, ruleHolds:

@@ -2,6 +2,7 @@ package crdbdrain
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"database/sql"
 	"database/sql/driver"
@@ -123,7 +124,38 @@ func TestA05WithoutALook(t *testing.T) {
 			if errors.Is(err, driver.ErrBadConn) {
 				t.Errorf("%s, %s: %v is driver.ErrBadConn", op.name, end.name, err)
 			}
+			if got := db.c.Stats().Lost; (got == 1) != end.words {
+				t.Errorf("%s, %s: %d lost; were the last words heard?", op.name, end.name, got)
+			}
 		}
+	}
+}
+
+// Inside a transaction too the server's words are read, although the statement could not be written: the application
+// sees 57P01, and not a broken pipe or database/sql's "driver: bad connection".
+func TestLastWordsBehindAFailedWrite(t *testing.T) {
+	t.Parallel()
+	needPeek(t)
+	for _, withTLS := range []bool{false, true} {
+		p := startPeer(t, withTLS)
+		var real net.Conn
+		db := openWith(t, p.dsn(), func(cc *pgconn.Config) {
+			cc.AfterNetConnect = func(_ context.Context, _ *pgconn.Config, nc net.Conn) (net.Conn, error) {
+				real = cmp.Or(real, nc)
+				return nc, nil
+			}
+		})
+		tx, err := db.Begin()
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.endIdle(sayGoodbyeAndReset)
+		eventuallySees(t, newPeeker(real), peekPending) // the words; on loopback the reset comes with them
+		_, err = tx.Exec(insertOne)
+		if sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) {
+			t.Errorf("tls=%v: %v, want 57P01", withTLS, err)
+		}
+		_ = tx.Rollback()
 	}
 }
 
@@ -420,6 +452,72 @@ func TestB01(t *testing.T) {
 				t.Errorf("%d connections ended, %d lost: the test tests nothing", ended, db.c.Stats().Lost)
 			}
 		})
+	}
+}
+
+// Every connection says goodbye right behind its first answer, as in a drain under load: connections are dead when they
+// come back, and each costs a waiting caller a try. Nobody notices.
+func TestB01ConnectionsComeBackDead(t *testing.T) {
+	t.Parallel()
+	for _, conns := range []int{4, 9} {
+		p := startPeer(t, false)
+		db := openMarking(t, p)
+		fill(t, db.DB, conns)
+		p.mu.Lock()
+		p.lifetime = 1
+		p.mu.Unlock()
+		const each = 8
+		var wg sync.WaitGroup
+		for i := range 64 {
+			wg.Go(func() {
+				for n := range each {
+					q := fmt.Sprintf("INSERT INTO t VALUES (%d)", i*each+n)
+					if _, err := db.Exec(q); err != nil {
+						t.Errorf("%d connections: %v", conns, err)
+					}
+					if got := p.executions(q); got != 1 {
+						t.Errorf("%d connections: %s executed %d times", conns, q, got)
+					}
+				}
+			})
+		}
+		wg.Wait()
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// A connection that comes straight from another caller may be the last that database/sql tries: if it has died meanwhile,
+// it is replaced in place. One that was idle for longer is left to database/sql, which has tries left.
+func TestDeadConnectionIsReplacedInPlace(t *testing.T) {
+	t.Parallel()
+	needPeek(t)
+	p := startPeer(t, false)
+	db := openMarking(t, p)
+	dc, err := db.c.Connect(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := dc.(*conn)
+	defer c.Close()
+	if _, err := c.ExecContext(t.Context(), insertOne, nil); err != nil {
+		t.Fatal(err)
+	}
+	dead := c.s
+	p.endIdle(sayGoodbye)
+	eventuallySees(t, dead.link.peeker, peekPending)
+	if !c.IsValid() {
+		t.Fatal("the goodbye has not been read yet: the connection goes back")
+	}
+	if err := c.ResetSession(t.Context()); err != nil || c.s == dead {
+		t.Fatalf("%v; replaced: %v", err, c.s != dead)
+	}
+	if _, err := c.ExecContext(t.Context(), insertOne, nil); err != nil {
+		t.Error(err)
+	}
+	if got := db.c.Stats(); got.Lost != 1 || got.Rerun != 0 {
+		t.Errorf("%+v, want 1 lost and nothing run again", got)
 	}
 }
 
