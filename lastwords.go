@@ -61,8 +61,21 @@ func (l *link) NetConn() net.Conn { return l.Conn }
 
 // begin says that a request is about to be written. Replies to earlier ones no longer count.
 func (l *link) begin() {
-	l.replied.Store(false)
-	l.wrote.Store(false)
+	clearFlag(&l.replied)
+	clearFlag(&l.wrote)
+}
+
+// clearFlag spares the store, which costs several times the load, where there is nothing to clear.
+func clearFlag(b *atomic.Bool) {
+	if b.Load() {
+		b.Store(false)
+	}
+}
+
+func setFlag(b *atomic.Bool) {
+	if !b.Load() {
+		b.Store(true)
+	}
 }
 
 // Write lets a write that failed because the peer is gone pass for a success on CockroachDB, so that pgx goes on to read:
@@ -71,7 +84,7 @@ func (l *link) begin() {
 func (l *link) Write(p []byte) (int, error) {
 	n, err := l.Conn.Write(p)
 	if n > 0 {
-		l.wrote.Store(true)
+		setFlag(&l.wrote)
 	}
 	if err != nil && l.session.Load() != nil && peerGone(err) {
 		if !l.wrote.Load() {
@@ -145,17 +158,17 @@ func (l *link) message(kind byte) {
 	case 'Z':
 		// ReadyForQuery: the request is over, and what it did has been told.
 		l.err = false
-		l.replied.Store(false)
-		l.wrote.Store(false)
+		clearFlag(&l.replied)
+		clearFlag(&l.wrote)
 	case 'E':
 		if isGoodbye(errorFields(l.body)) {
 			l.goodbye()
 			return
 		}
 		l.err = true
-		l.replied.Store(true)
+		setFlag(&l.replied)
 	default:
-		l.replied.Store(true)
+		setFlag(&l.replied)
 	}
 }
 

@@ -23,7 +23,7 @@ const (
 type balance struct {
 	active bool
 	joined []nodeID // that a source has begun to list
-	misses int // dials in a row that landed where there are enough
+	misses int      // dials in a row that landed where there are enough
 }
 
 // returned starts the way home: a node is there that was not, or was marked. w.mu is held.

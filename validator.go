@@ -65,6 +65,11 @@ const (
 // connection that comes back straight to a waiting caller.
 const sweepIdle = 100 * time.Millisecond
 
+// lookAfter is how long a session has to have been idle before its socket is looked at. One that has just come back has
+// just been read from. The server may say goodbye in the meantime, as it may right after a look: what is sent then is
+// answered by its notice, and runs again elsewhere.
+const lookAfter = 250 * time.Microsecond
+
 // pingAfter is pgx's rule: a connection that was not used for longer is pinged before it is used again.
 const pingAfter = time.Second
 
@@ -119,9 +124,12 @@ func (s *session) lost(state lostState) {
 }
 
 // dead looks, before anything is sent for a new user, whether the server has closed the session or said goodbye on it.
-func (s *session) dead(ctx context.Context) bool {
+func (s *session) dead(ctx context.Context, justReturned bool) bool {
 	if s.pg.IsClosed() {
 		return true
+	}
+	if justReturned && s.link.words.Load() == goodbyeNone {
+		return false
 	}
 	alive := true
 	switch look := s.link.peeker.peek(); {
@@ -284,11 +292,12 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	// A wrapper that hides IsValid leaves this as the only place that can cull. A connection that was not idle for long
 	// has come straight from another caller: the pool is full, and this may be the caller's last try.
 	hidden := !c.returned
-	handed := hidden || now()-s.idled.Load() < int64(sweepIdle)
+	idle := time.Duration(now() - s.idled.Load())
+	handed := hidden || idle < sweepIdle
 	c.returned, c.untouched, c.mended = false, true, 0
 
 	bad := !s.state.CompareAndSwap(sessionIdle, sessionInUse) && s.state.Load() == sessionGone
-	if !bad && s.dead(ctx) {
+	if !bad && s.dead(ctx, !hidden && idle < lookAfter) {
 		bad = true
 	} else if m := s.w.marks.Load(); !bad && m != nil && (hidden || !handed || m.overFor(s)) {
 		if s.w.cull(s, m, time.Now(), pointCheckout) == gone {

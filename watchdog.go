@@ -3,6 +3,7 @@ package crdbdrain
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -77,13 +78,14 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	w := r.of[key]
 	if w == nil {
 		w = &watchdog{
-			key: key, cfg: c.cfg, log: c.log,
+			key: key, cfg: c.cfg,
 			wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1), wakem: make(chan struct{}, 1),
 			nodes:   make(map[nodeID]*nodeInfo),
 			notices: make(map[nodeID]*[numSources]*notice),
 			drains:  make(map[nodeID]*drain),
 			cleared: make(map[nodeID]int64),
 		}
+		w.log = slog.New(members{w})
 		if r.of == nil {
 			r.of = make(map[string]*watchdog)
 		}
@@ -94,6 +96,30 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	w.mu.Unlock()
 	c.instruments().watch(w)
 	return w
+}
+
+// members is the handler of the watchdog's log: each logger of its connectors gets a line once. It must not be used with
+// w.mu held.
+type members struct{ w *watchdog }
+
+func (h members) Enabled(context.Context, slog.Level) bool { return true }
+func (h members) WithAttrs([]slog.Attr) slog.Handler       { return h } // the watchdog uses neither
+func (h members) WithGroup(string) slog.Handler            { return h }
+
+func (h members) Handle(ctx context.Context, r slog.Record) error {
+	var loggers []*slog.Logger
+	for _, c := range h.w.connectors() {
+		if !slices.Contains(loggers, c.log) {
+			loggers = append(loggers, c.log)
+		}
+	}
+	var errs []error
+	for _, l := range loggers {
+		if l.Enabled(ctx, r.Level) {
+			errs = append(errs, l.Handler().Handle(ctx, r.Clone()))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // settings identifies the watchdog that a connector with this config uses.
