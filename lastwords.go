@@ -28,18 +28,18 @@ type link struct {
 	attempt *attempt                // the dial that made it
 	peeker  *peeker                 // nil where the socket cannot be looked at
 
-	replied atomic.Bool   // since the request began, a reply came that execution may have produced
-	wrote   atomic.Bool   // since the request began, the kernel took a byte of it
-	unsent  atomic.Bool   // a write failed before the kernel took a byte of the request
-	words   atomic.Uint32 // goodbye*
+	wrote  atomic.Bool   // since the request began, the kernel took a byte of it
+	unsent atomic.Bool   // a write failed before the kernel took a byte of the request
+	words  atomic.Uint32 // goodbye*
 
 	// The reader's place in the stream of messages.
-	mu   sync.Mutex
-	head [5]byte // guarded by mu, like all below
-	have int     // bytes of head read
-	left uint32  // bytes of the body to come
-	body []byte  // the start of an ErrorResponse's body
-	err  bool    // an error came since the last ReadyForQuery
+	mu      sync.Mutex
+	head    [5]byte // guarded by mu, like all below
+	have    int     // bytes of head read
+	left    uint32  // bytes of the body to come
+	body    []byte  // the start of an ErrorResponse's body
+	err     bool    // an error came since the last ReadyForQuery
+	replied bool    // since the request began, a reply came that execution may have produced
 
 	first *pgconn.PgError // the last error but the goodbye that pgx has seen; pgx's goroutine's
 }
@@ -61,7 +61,9 @@ func (l *link) NetConn() net.Conn { return l.Conn }
 
 // begin says that a request is about to be written. Replies to earlier ones no longer count.
 func (l *link) begin() {
-	clearFlag(&l.replied)
+	l.mu.Lock()
+	l.replied = false
+	l.mu.Unlock()
 	clearFlag(&l.wrote)
 }
 
@@ -120,17 +122,42 @@ func (l *link) hearOut() {
 	}
 }
 
-// hear follows the stream of backend messages: type byte, length (which counts itself), body.
+// hear takes note of what the server says, and marks the node when it says goodbye.
 func (l *link) hear(p []byte) {
+	before := l.words.Load()
+	l.follow(p)
+	if before == goodbyeNone && l.words.Load() != goodbyeNone {
+		if s := l.session.Load(); s != nil {
+			s.w.heardGoodbye(s)
+		}
+	}
+}
+
+// follow follows the stream of backend messages: type byte, length (which counts itself), body.
+func (l *link) follow(p []byte) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for len(p) > 0 {
+		if l.have == 0 {
+			// The usual: whole messages, of which only the kinds matter.
+			for len(p) >= len(l.head) && p[0] != 'E' {
+				whole := 1 + uint64(max(binary.BigEndian.Uint32(p[1:]), 4))
+				if uint64(len(p)) < whole {
+					break
+				}
+				l.message(p[0])
+				p = p[whole:]
+			}
+			if len(p) == 0 {
+				break
+			}
+		}
 		if l.have < len(l.head) {
 			n := copy(l.head[l.have:], p)
 			l.have += n
 			p = p[n:]
 			if l.have < len(l.head) {
-				return
+				break
 			}
 			length := binary.BigEndian.Uint32(l.head[1:])
 			l.left = max(length, 4) - 4 // pgx refuses a shorter one
@@ -150,7 +177,7 @@ func (l *link) hear(p []byte) {
 	}
 }
 
-// message takes note of one whole message from the server.
+// message takes note of one whole message from the server. l.mu is held.
 func (l *link) message(kind byte) {
 	switch kind {
 	case '1', '2', 't', 'T', 'n':
@@ -158,7 +185,7 @@ func (l *link) message(kind byte) {
 	case 'Z':
 		// ReadyForQuery: the request is over, and what it did has been told.
 		l.err = false
-		clearFlag(&l.replied)
+		l.replied = false
 		clearFlag(&l.wrote)
 	case 'E':
 		if isGoodbye(errorFields(l.body)) {
@@ -166,27 +193,22 @@ func (l *link) message(kind byte) {
 			return
 		}
 		l.err = true
-		setFlag(&l.replied)
+		l.replied = true
 	default:
-		setFlag(&l.replied)
+		l.replied = true
 	}
 }
 
-// goodbye takes note of the server's shutdown notice, and marks the node.
+// goodbye takes note of the server's shutdown notice. l.mu is held.
 func (l *link) goodbye() {
 	said := uint32(goodbyeClean)
 	switch {
 	case l.err:
 		said = goodbyeErrored
-	case l.replied.Load():
+	case l.replied:
 		said = goodbyeReplied
 	}
-	if !l.words.CompareAndSwap(goodbyeNone, said) {
-		return
-	}
-	if s := l.session.Load(); s != nil {
-		s.w.heardGoodbye(s)
-	}
+	l.words.CompareAndSwap(goodbyeNone, said)
 }
 
 // errorFields returns the SQLSTATE and the message of an ErrorResponse's body.

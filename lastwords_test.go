@@ -39,7 +39,7 @@ func hearPieces(pieces ...[]byte) heard {
 	for _, p := range pieces {
 		l.hear(p)
 	}
-	return heard{l.words.Load(), l.replied.Load()}
+	return heard{l.words.Load(), l.replied}
 }
 
 var (
