@@ -101,7 +101,7 @@ func oneOp(db *sql.DB, n int) error {
 	if err != nil {
 		return fmt.Errorf("begin: %w", err)
 	}
-	defer tx.Rollback() //nolint:errcheck // after Commit it is a no-op
+	defer tx.Rollback()
 	for range 2 {
 		if _, err := tx.ExecContext(ctx, "UPDATE accounts SET balance = balance + 1 WHERE id = $1", n); err != nil {
 			return fmt.Errorf("update: %w", err)

@@ -155,7 +155,6 @@ type wire struct {
 	reply   []byte // of the batch so far
 	batch   int    // messages of the batch so far
 	amid    bool   // something of the batch was executed
-	failed  bool   // skip to Sync
 }
 
 type portalState struct{ sql, id string }

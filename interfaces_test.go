@@ -52,7 +52,7 @@ func TestE08MethodSets(t *testing.T) {
 		}
 	}
 	// What neither has must not appear: database/sql would use it in place of what pgx does.
-	for _, i := range []reflect.Type{reflect.TypeFor[driver.ColumnConverter](), reflect.TypeFor[driver.NamedValueChecker]()} {
+	for _, i := range []reflect.Type{reflect.TypeFor[driver.ColumnConverter](), reflect.TypeFor[driver.NamedValueChecker]()} { //nolint:staticcheck // deprecated, which is why a test has to ask
 		if got, want := reflect.TypeFor[*stmt]().Implements(i), reflect.TypeFor[*stdlib.Stmt]().Implements(i); got != want {
 			t.Errorf("a statement is a %v: %v, pgx's: %v", i, got, want)
 		}

@@ -163,7 +163,7 @@ func (l *link) follow(p []byte) {
 			l.left = max(length, 4) - 4 // pgx refuses a shorter one
 			l.body = l.body[:0]
 		} else {
-			n := uint32(min(uint64(l.left), uint64(len(p)))) //nolint:gosec // min of a uint32
+			n := uint32(min(uint64(l.left), uint64(len(p))))
 			if l.head[0] == 'E' {
 				l.body = append(l.body, p[:min(int(n), maxErrorBody-len(l.body))]...)
 			}

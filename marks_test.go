@@ -512,7 +512,7 @@ func TestA15EverythingDrains(t *testing.T) {
 		if err := db.PingContext(t.Context()); err != nil {
 			t.Error(err)
 		}
-		return int(c.Node(1).Stats().Open+c.Node(2).Stats().Open+c.Node(3).Stats().Open) == 0
+		return c.Node(1).Stats().Open+c.Node(2).Stats().Open+c.Node(3).Stats().Open == 0
 	})
 	if s := db.c.Stats(); s.Lost != 0 {
 		t.Errorf("%+v", s)

@@ -131,7 +131,7 @@ points:
 	for _, p := range s.points {
 		for _, a := range attrs {
 			k, v, _ := strings.Cut(a, "=")
-			if got, ok := p.attrs.Value(attribute.Key(k)); !ok || got.Emit() != v {
+			if got, ok := p.attrs.Value(attribute.Key(k)); !ok || got.String() != v {
 				continue points
 			}
 		}
@@ -183,8 +183,8 @@ func checkTable(t testing.TB, all map[string]series) {
 		}
 		for _, p := range s.points {
 			for _, kv := range p.attrs.ToSlice() {
-				if !slices.ContainsFunc(want.attrs[string(kv.Key)], func(v string) bool { return fits(kv.Value.Emit(), v) }) {
-					t.Errorf("%s has %s=%q", name, kv.Key, kv.Value.Emit())
+				if !slices.ContainsFunc(want.attrs[string(kv.Key)], func(v string) bool { return fits(kv.Value.String(), v) }) {
+					t.Errorf("%s has %s=%q", name, kv.Key, kv.Value.String())
 				}
 			}
 		}
@@ -331,7 +331,7 @@ func TestG01NodeSeriesAreThoseHeldNow(t *testing.T) {
 		nodes := func() (ids []string) {
 			for _, pt := range m.read(t)["crdbdrain.connection.node"].points {
 				id, _ := pt.attrs.Value("node.id")
-				ids = append(ids, id.Emit())
+				ids = append(ids, id.String())
 			}
 			slices.Sort(ids)
 			return ids
@@ -571,8 +571,8 @@ func TestI01I03NothingForeignInLabelsOrLines(t *testing.T) {
 		for _, pt := range s.points {
 			for _, kv := range pt.attrs.ToSlice() {
 				for _, foreign := range []string{canary, "canary", "127.0.0.1", "localhost", "forged", "defaultdb", "\n"} {
-					if strings.Contains(kv.Value.Emit(), foreign) {
-						t.Errorf("%s has the label %s=%q", name, kv.Key, kv.Value.Emit())
+					if strings.Contains(kv.Value.String(), foreign) {
+						t.Errorf("%s has the label %s=%q", name, kv.Key, kv.Value.String())
 					}
 				}
 			}

@@ -45,7 +45,7 @@ func socketPair(t testing.TB, network string) (client, server net.Conn) {
 func overTLS(t testing.TB, client, server net.Conn) (c, s *tls.Conn) {
 	t.Helper()
 	s = tls.Server(server, testTLS())
-	c = tls.Client(client, &tls.Config{InsecureSkipVerify: true}) //nolint:gosec // a test's
+	c = tls.Client(client, &tls.Config{InsecureSkipVerify: true})
 	done := make(chan error, 1)
 	go func() {
 		err := s.Handshake()
@@ -193,7 +193,7 @@ func TestPeekWithoutADescriptor(t *testing.T) {
 	defer b.Close()
 	for name, nc := range map[string]net.Conn{
 		"in memory": a, "in memory under the link": &link{Conn: a}, "a wrapper that hides it": struct{ net.Conn }{a},
-		"TLS in memory": tls.Client(a, &tls.Config{ServerName: "x"}), //nolint:gosec // a test's
+		"TLS in memory": tls.Client(a, &tls.Config{ServerName: "x"}),
 		"a ring":        ringOfConns{a},
 	} {
 		p := newPeeker(nc)

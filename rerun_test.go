@@ -101,7 +101,7 @@ var testTLS = sync.OnceValue(func() *tls.Config {
 	s := httptest.NewUnstartedServer(nil)
 	s.StartTLS()
 	defer s.Close()
-	return &tls.Config{Certificates: s.TLS.Certificates} //nolint:gosec // a test's
+	return &tls.Config{Certificates: s.TLS.Certificates}
 })
 
 func (p *peer) accept() {

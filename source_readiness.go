@@ -253,7 +253,7 @@ func (t *target) ready(ctx context.Context) (nodeState, error) {
 	if err != nil {
 		return nodeState{}, err
 	}
-	defer resp.Body.Close() //nolint:errcheck // read only
+	defer resp.Body.Close()
 	body, err := io.ReadAll(io.LimitReader(resp.Body, maxReadinessBody))
 	if err != nil {
 		return nodeState{}, err
@@ -278,7 +278,7 @@ func (t *target) nodeID(ctx context.Context) (nodeID, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer resp.Body.Close() //nolint:errcheck // read only
+	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
 		return 0, fmt.Errorf("/_status/vars answers %d", resp.StatusCode)
 	}

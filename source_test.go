@@ -303,8 +303,8 @@ func TestD07TransientErrorsKeepTheLastAnswer(t *testing.T) {
 // The waits between failures grow to a bound, each ±20 % at random.
 func TestFailuresBackOff(t *testing.T) {
 	_, w := bare(t, "crdbdrain_poll_interval=5s")
-	for i, want := range []time.Duration{5, 10, 20, 30, 30, 30} {
-		want *= time.Second
+	for i, seconds := range []int{5, 10, 20, 30, 30, 30} {
+		want := time.Duration(seconds) * time.Second
 		w.answer(sourceGossip, nil, errors.New("down"))
 		if d := time.Until(w.status(sourceGossip).due); d > want*12/10 || d < want*8/10-time.Second {
 			t.Errorf("failure %d: %v to the next try, want %v ±20 %%", i+1, d, want)

@@ -45,7 +45,7 @@ func (c *Connector) takeSpare() *session {
 			s = sp.ready[last].s
 			sp.ready[last] = spare{}
 			sp.ready = sp.ready[:last]
-			sp.count.Store(int32(last)) //nolint:gosec // at most 1000
+			sp.count.Store(int32(last))
 		}
 		sp.mu.Unlock()
 		if s == nil {
@@ -69,7 +69,7 @@ func (c *Connector) putSpare(s *session) {
 	if !closed && sp.wanted.Load() {
 		sp.mu.Lock()
 		sp.ready = append(sp.ready, spare{s, time.Now()})
-		sp.count.Store(int32(len(sp.ready))) //nolint:gosec // at most 1000
+		sp.count.Store(int32(len(sp.ready)))
 		sp.mu.Unlock()
 		s = nil
 	}
@@ -111,7 +111,7 @@ func (c *Connector) tendSpares(need bool, t time.Time) {
 	}
 	clear(sp.ready[len(kept):])
 	sp.ready = kept
-	sp.count.Store(int32(len(kept))) //nolint:gosec // at most 1000
+	sp.count.Store(int32(len(kept)))
 	dial := 0
 	if need && !sp.needed {
 		sp.wanted.Store(true) // before the first cull needs one

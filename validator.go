@@ -305,17 +305,19 @@ func (c *conn) ResetSession(ctx context.Context) error {
 			_ = s.bury()
 		}
 	}
-	if bad {
-		if handed && c.mend(ctx) {
-			return nil
+	if !bad {
+		err := c.stdConn.ResetSession(ctx)
+		if !errors.Is(err, driver.ErrBadConn) {
+			return err
 		}
-		return driver.ErrBadConn
+		if s.link.words.Load() != goodbyeNone {
+			s.lost(lostIdle) // pgx's ping has heard it
+		}
 	}
-	err := c.stdConn.ResetSession(ctx)
-	if err != nil && s.link.words.Load() != goodbyeNone {
-		s.lost(lostIdle)
+	if handed && c.mend(ctx) {
+		return nil
 	}
-	return err
+	return driver.ErrBadConn
 }
 
 // mend replaces a session that has ended with a new one, before anything was sent on the new user's behalf. Where that
@@ -441,7 +443,7 @@ func (c *conn) ExecContext(ctx context.Context, query string, args []driver.Name
 	}
 	for {
 		res, err := c.stdConn.ExecContext(ctx, query, args)
-		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
+		if err = c.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return res, err
 		}
 	}
@@ -454,7 +456,7 @@ func (c *conn) QueryContext(ctx context.Context, query string, args []driver.Nam
 	}
 	for {
 		rows, err := c.stdConn.QueryContext(ctx, query, args)
-		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
+		if err = c.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return rows, err
 		}
 	}
@@ -467,7 +469,7 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 	}
 	for {
 		tx, err := c.stdConn.BeginTx(ctx, opts)
-		if err = c.settle(ctx, err, r, rerunBegin); err != errAgain {
+		if err = c.settle(ctx, err, r, rerunBegin); !errors.Is(err, errAgain) {
 			return tx, err
 		}
 	}
@@ -480,7 +482,7 @@ func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, e
 	}
 	for {
 		st, err := c.stdConn.PrepareContext(ctx, query)
-		if err = c.settle(ctx, err, r, rerunPrepare); err == errAgain {
+		if err = c.settle(ctx, err, r, rerunPrepare); errors.Is(err, errAgain) {
 			continue
 		}
 		if err != nil || c.s.w == nil {
@@ -499,7 +501,7 @@ func (c *conn) Ping(ctx context.Context) error {
 	}
 	for {
 		err := c.stdConn.Ping(ctx)
-		if err = c.settle(ctx, err, r, rerunStatement); err != errAgain {
+		if err = c.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return err
 		}
 	}
@@ -559,7 +561,7 @@ func (st *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driv
 	}
 	for {
 		res, err := st.stdStmt.ExecContext(ctx, args)
-		if err = st.conn.settle(ctx, err, r, rerunStatement); err != errAgain {
+		if err = st.conn.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return res, err
 		}
 		if err := st.renew(ctx); err != nil {
@@ -578,7 +580,7 @@ func (st *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (dri
 	}
 	for {
 		rows, err := st.stdStmt.QueryContext(ctx, args)
-		if err = st.conn.settle(ctx, err, r, rerunStatement); err != errAgain {
+		if err = st.conn.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return rows, err
 		}
 		if err := st.renew(ctx); err != nil {

@@ -322,7 +322,7 @@ func TestA11(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer tx.Rollback() //nolint:errcheck // after Commit it is a no-op
+	defer tx.Rollback()
 	var id int
 	if err := tx.QueryRow("SHOW node_id").Scan(&id); err != nil {
 		t.Fatal(err)

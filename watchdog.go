@@ -164,7 +164,7 @@ func (w *watchdog) add(s *session, a *attempt) {
 	n := w.nodeOf(id)
 	s.node = n
 	n.held[s] = struct{}{}
-	n.count.Store(int32(len(n.held))) //nolint:gosec // connections
+	n.count.Store(int32(len(n.held)))
 	n.seen.Store(now())
 	w.fullTimes.Store(0)
 	w.conns++
@@ -209,7 +209,7 @@ func (w *watchdog) remove(s *session) {
 		return
 	}
 	delete(n.held, s)
-	n.count.Store(int32(len(n.held))) //nolint:gosec // connections
+	n.count.Store(int32(len(n.held)))
 	w.conns--
 	var events []event
 	if d := w.drains[n.id]; d != nil && !d.done && s.stamp() == n.id && s.opened.Before(d.mark.before) {

@@ -111,7 +111,9 @@ func quickScenarios() (quick []scenario) {
 
 func (s scenario) quick() scenario {
 	s.warm, s.steady, s.settle = 300*time.Millisecond, 3*time.Second, 500*time.Millisecond
+	s.home = 15 * time.Second
 	if s.window() == 0 {
+		s.home = 3 * time.Second
 		return s
 	}
 	s.title = strings.Replace(s.title, "5 s", "2 s", 1)

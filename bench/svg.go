@@ -65,7 +65,7 @@ func drawing(titles []string, runs []*run) string {
 	most = (most + 4) / 5 * 5
 	var b svg
 	head := 46
-	tall := head + len(runs)*panelTall + 2
+	tall := head + len(runs)*panelTall + 22
 	b.f(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%d" height="%d" role="img" aria-labelledby="t d">`, drawWidth, tall, drawWidth, tall)
 	b.f(`<title id="t">A rolling restart of three nodes, with pgx and with crdbdrain</title>`)
 	var words []string
@@ -98,6 +98,7 @@ func drawing(titles []string, runs []*run) string {
 	for i, r := range runs {
 		b.panel(head+i*panelTall, titles[i], r, end, most)
 	}
+	b.f(`<text class="soft" x="%d" y="%d">Simulated cluster, a window of 5 s. Both at the same time on one machine: a bump that both show is the machine’s.</text>`, plotLeft, tall-10)
 	b.f(`</svg>`)
 	return b.String()
 }
