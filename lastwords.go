@@ -28,6 +28,7 @@ type link struct {
 	attempt *attempt                // the dial that made it
 	peeker  *peeker                 // nil where the socket cannot be looked at
 
+	stray  atomic.Bool   // replied, as the request before left it: no ReadyForQuery has been read since
 	wrote  atomic.Bool   // since the request began, the kernel took a byte of it
 	unsent atomic.Bool   // a write failed before the kernel took a byte of the request
 	words  atomic.Uint32 // goodbye*
@@ -61,9 +62,12 @@ func (l *link) NetConn() net.Conn { return l.Conn }
 
 // begin says that a request is about to be written. Replies to earlier ones no longer count.
 func (l *link) begin() {
-	l.mu.Lock()
-	l.replied = false
-	l.mu.Unlock()
+	if l.stray.Load() {
+		l.mu.Lock()
+		l.replied = false
+		l.stray.Store(false)
+		l.mu.Unlock()
+	}
 	clearFlag(&l.wrote)
 }
 
@@ -174,6 +178,9 @@ func (l *link) follow(p []byte) {
 			l.have = 0
 			l.message(l.head[0])
 		}
+	}
+	if l.replied != l.stray.Load() {
+		l.stray.Store(l.replied)
 	}
 }
 

@@ -476,6 +476,9 @@ func findingsText(findings []finding) string {
 		if f.Undrained > 0 {
 			_, _ = fmt.Fprintf(&b, " (undrained: %.4g)", f.Undrained)
 		}
+		if f.Verdict == holds && len(f.Runs) > 0 && f.Runs[1] > f.Limit {
+			b.WriteString("; not in every run")
+		}
 		b.WriteByte('\n')
 	}
 	if i := slices.IndexFunc(findings, func(f finding) bool { return f.Verdict == unclear }); i >= 0 {
