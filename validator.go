@@ -40,6 +40,8 @@ type session struct {
 	opened time.Time     // when the dial began
 	jitter time.Duration // on top of its TTL, drawn once
 
+	checkedOut int64 // by now(): pgx's measure of when to ping; the holder's
+
 	draining  chan struct{} // closed when the node is marked; made on demand; guarded by w.mu
 	signalled bool          // it is closed; guarded by w.mu
 
@@ -292,7 +294,8 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	// A wrapper that hides IsValid leaves this as the only place that can cull. A connection that was not idle for long
 	// has come straight from another caller: the pool is full, and this may be the caller's last try.
 	hidden := !c.returned
-	idle := time.Duration(now() - s.idled.Load())
+	t := now()
+	idle := time.Duration(t - s.idled.Load())
 	handed := hidden || idle < sweepIdle
 	c.returned, c.untouched, c.mended = false, true, 0
 
@@ -306,8 +309,8 @@ func (c *conn) ResetSession(ctx context.Context) error {
 		}
 	}
 	if !bad {
-		err := c.stdConn.ResetSession(ctx)
-		if !errors.Is(err, driver.ErrBadConn) {
+		err := c.reset(ctx, t)
+		if err == nil || !errors.Is(err, driver.ErrBadConn) {
 			return err
 		}
 		if s.link.words.Load() != goodbyeNone {
@@ -318,6 +321,22 @@ func (c *conn) ResetSession(ctx context.Context) error {
 		return nil
 	}
 	return driver.ErrBadConn
+}
+
+// reset does what pgx's ResetSession does, which is asked itself only where it has options: it reads the clock once more.
+func (c *conn) reset(ctx context.Context, t int64) error {
+	s := c.s
+	if len(s.connector.stdOpts) > 0 {
+		return c.stdConn.ResetSession(ctx)
+	}
+	if s.pg.TxStatus() != 'I' {
+		return driver.ErrBadConn
+	}
+	if t-s.checkedOut > int64(pingAfter) && !s.ping(ctx) {
+		return driver.ErrBadConn
+	}
+	s.checkedOut = t
+	return nil
 }
 
 // mend replaces a session that has ended with a new one, before anything was sent on the new user's behalf. Where that
@@ -392,12 +411,21 @@ type request struct {
 
 // begin is called before a request is sent. Its error is driver.ErrBadConn.
 func (c *conn) begin(ctx context.Context) (request, error) {
-	if err := c.claim(ctx); err != nil || c.s.w == nil {
-		return request{}, err
+	if c.s.w == nil {
+		return request{}, nil
 	}
-	r := request{outside: c.s.pg.TxStatus() == 'I', first: c.untouched}
+	if c.s.state.Load() != sessionInUse {
+		if err := c.claim(ctx); err != nil {
+			return request{}, err
+		}
+	}
+	s := c.s
+	if s.w == nil {
+		return request{}, nil // no longer CockroachDB
+	}
+	r := request{outside: s.pg.TxStatus() == 'I', first: c.untouched}
 	c.untouched = false
-	c.s.link.begin()
+	s.link.begin()
 	return r, nil
 }
 
@@ -443,6 +471,9 @@ func (c *conn) ExecContext(ctx context.Context, query string, args []driver.Name
 	}
 	for {
 		res, err := c.stdConn.ExecContext(ctx, query, args)
+		if err == nil {
+			return res, nil
+		}
 		if err = c.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return res, err
 		}
@@ -456,6 +487,9 @@ func (c *conn) QueryContext(ctx context.Context, query string, args []driver.Nam
 	}
 	for {
 		rows, err := c.stdConn.QueryContext(ctx, query, args)
+		if err == nil {
+			return rows, nil
+		}
 		if err = c.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return rows, err
 		}
@@ -469,6 +503,9 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 	}
 	for {
 		tx, err := c.stdConn.BeginTx(ctx, opts)
+		if err == nil {
+			return tx, nil
+		}
 		if err = c.settle(ctx, err, r, rerunBegin); !errors.Is(err, errAgain) {
 			return tx, err
 		}
@@ -501,6 +538,9 @@ func (c *conn) Ping(ctx context.Context) error {
 	}
 	for {
 		err := c.stdConn.Ping(ctx)
+		if err == nil {
+			return nil
+		}
 		if err = c.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return err
 		}
@@ -561,6 +601,9 @@ func (st *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driv
 	}
 	for {
 		res, err := st.stdStmt.ExecContext(ctx, args)
+		if err == nil {
+			return res, nil
+		}
 		if err = st.conn.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return res, err
 		}
@@ -580,6 +623,9 @@ func (st *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (dri
 	}
 	for {
 		rows, err := st.stdStmt.QueryContext(ctx, args)
+		if err == nil {
+			return rows, nil
+		}
 		if err = st.conn.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return rows, err
 		}
