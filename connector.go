@@ -453,7 +453,7 @@ func (c *Connector) Close() error {
 	c.cancel()
 	if w := c.watchdog.Load(); w != nil && first {
 		registry.leave(c, w)
-		c.tendSpares(false, time.Now())
+		c.tendSpares(false, time.Now(), 0)
 	}
 	c.closing.Wait()
 	return nil

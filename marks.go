@@ -477,8 +477,9 @@ func (w *watchdog) expire(t time.Time) []event {
 	return w.remark(t)
 }
 
-// errorsKeep is how long the server's own words mark a node that no connection is left on.
-const errorsKeep = time.Minute
+// errorsKeep is how long the server's own words mark a node that no connection is left on. When it is over, the way home
+// tries whether the node is back.
+const errorsKeep = 20 * time.Second
 
 // cameBack takes note that a node has accepted a connection whose dial began after its notices: it has restarted. That
 // refutes the server's goodbye and gossip's "draining", after which a server accepts nothing; not the earlier signals,

@@ -68,16 +68,18 @@ func (mv *mover) step(w *watchdog, t time.Time) (next time.Duration) {
 		if ready && !t.Before(mv.ttlNext) {
 			if victim := w.oldest(t); victim != nil {
 				mv.ttlNext = t.Add(w.cfg.ttlStagger)
-				w.move(victim.connector, nil, victim)
+				w.move(victim.connector, nil, victim, 1)
 			}
 		}
 		again(maxTime(mv.ttlNext, t.Add(min(w.cfg.ttlStagger, time.Second))))
 	}
-	if p, ok := w.plan(); ok {
-		if ready && !t.Before(mv.homeNext) {
-			mv.homeNext = t.Add(p.gap)
-			w.move(p.c, p.hosts, nil)
+	if t.Before(mv.homeNext) {
+		again(mv.homeNext)
+	} else if p, ok := w.plan(); ok {
+		if ready {
+			w.move(p.c, p.hosts, nil, p.atOnce)
 		}
+		mv.homeNext = t.Add(p.gap)
 		again(mv.homeNext)
 	}
 	return next
@@ -116,15 +118,16 @@ func (w *watchdog) sweepPending(t time.Time) int {
 	return waiting
 }
 
-// move dials a replacement in the background, one at a time, for the victim or, on the way home, for one that is too
+// move dials a replacement in the background, atOnce at a time, for the victim or, on the way home, for one that is too
 // many where it is.
-func (w *watchdog) move(c *Connector, hosts map[string]bool, victim *session) {
-	if !w.moving.CompareAndSwap(false, true) {
+func (w *watchdog) move(c *Connector, hosts map[string]bool, victim *session, atOnce int32) {
+	if w.moving.Add(1) > atOnce {
+		w.moving.Add(-1)
 		return
 	}
 	started := c.background(func() {
 		defer w.pokeMove()
-		defer w.moving.Store(false)
+		defer w.moving.Add(-1)
 		ctx, cancel := context.WithTimeout(context.WithValue(c.ctx, preferKey{}, hosts), moveDial)
 		defer cancel()
 		r, err := c.connect(ctx)
@@ -146,7 +149,7 @@ func (w *watchdog) move(c *Connector, hosts map[string]bool, victim *session) {
 		w.mu.Unlock()
 	})
 	if !started {
-		w.moving.Store(false)
+		w.moving.Add(-1)
 	}
 }
 
@@ -189,18 +192,28 @@ type plan struct {
 	c     *Connector
 	hosts map[string]bool
 	gap   time.Duration
+
+	atOnce int32 // dials
 }
 
 // shares counts the connector's sessions by node, among the nodes that can have some. w.mu is held.
 func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
 	counts = make(map[nodeID]int)
 	total := 0
+	alone := len(w.members) == 1 // the usual: there is nothing to tell apart, but for the few in reserve
 	for id, n := range w.nodes {
 		if id == 0 {
 			continue
 		}
 		if now()-n.seen.Load() < int64(errorsKeep) {
 			counts[id] += 0
+		}
+		if alone {
+			if len(n.held) > 0 {
+				counts[id] += len(n.held)
+				total += len(n.held)
+			}
+			continue
 		}
 		for s := range n.held {
 			if s.connector == c && s.stamp() == id && s.state.Load() != sessionGone && !s.reserve.Load() {
@@ -209,12 +222,19 @@ func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
 			}
 		}
 	}
+	listed := false
 	for id := range w.sources {
 		for node, state := range w.sources[id].nodes {
 			// system.sql_instances keeps rows for instances to come: an ID that we never reached counts only when it is new.
 			if state.live && !state.leaving() && (sourceID(id) != sourceInstances || w.nodes[node] != nil || slices.Contains(w.balance.joined, node)) {
 				counts[node] += 0
 			}
+			listed = true
+		}
+	}
+	if !listed { // nobody tells whether it is back: a few dials will
+		for _, id := range w.balance.joined {
+			counts[id] += 0
 		}
 	}
 	return counts, float64(total) / float64(max(len(counts), 1))
@@ -262,7 +282,11 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		if w.balance.misses > 4*len(counts) {
 			break
 		}
-		return plan{c: c, hosts: hosts, gap: min(w.cfg.cullStagger, max(moveWithin/time.Duration(dials), minMoveGap))}, true
+		return plan{
+			c: c, hosts: hosts,
+			gap:    min(w.cfg.cullStagger, max(moveWithin/time.Duration(dials), minMoveGap)),
+			atOnce: int32(min(max(missing/10, 1), 8)), //nolint:gosec // at most 8
+		}, true
 	}
 	w.balance = balance{}
 	return p, false
@@ -273,7 +297,11 @@ func (w *watchdog) surplus(c *Connector, r *session) (victim *session) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	counts, share := w.shares(c)
-	if id := r.stamp(); id == 0 || w.marks.Load() != nil || !lacking(counts[id], share) {
+	id := r.stamp()
+	if len(w.members) == 1 {
+		counts[id]-- // r itself
+	}
+	if id == 0 || w.marks.Load() != nil || !lacking(counts[id], share) {
 		w.balance.misses++
 		return nil
 	}

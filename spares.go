@@ -21,6 +21,9 @@ type spares struct {
 	dialing int       // guarded by mu
 	retry   time.Time // no dial before; guarded by mu
 	failed  int       // dials in a row; guarded by mu
+
+	took  atomic.Int64 // a dial, lately; a duration
+	ahead atomic.Int32 // dials to have under way beyond those that fill the spares, for the pace's sake
 }
 
 type spare struct {
@@ -29,14 +32,25 @@ type spare struct {
 }
 
 const (
+	maxAhead    = 32
 	spareUnused = time.Minute      // a spare that nobody needed for so long is closed
 	spareDial   = 10 * time.Second // bounds the dial of one
 	// recentUse tells, of idle sessions, those that the next burst will want again from those that it will not.
 	recentUse = time.Minute
 )
 
-// takeSpare returns a spare that is fit for use, or nil. It does not wait for anything.
+// takeSpare returns a spare that is fit for use, or nil, and has another dialled in its place. It does not wait for
+// anything.
 func (c *Connector) takeSpare() *session {
+	s := c.popSpare()
+	if s != nil {
+		c.refill(time.Now())
+	}
+	return s
+}
+
+// popSpare returns a spare that is fit for use, or nil.
+func (c *Connector) popSpare() *session {
 	sp := &c.spares
 	for sp.count.Load() > 0 {
 		sp.mu.Lock()
@@ -90,7 +104,8 @@ func (s *session) fit() bool {
 
 // tendSpares keeps the connector's spares, while it has sessions that have to leave a node, and closes them otherwise.
 // Only the watchdog calls it. The dials are made in the background.
-func (c *Connector) tendSpares(need bool, t time.Time) {
+// gap is the pace's: where a dial takes longer than that, several have to be under way.
+func (c *Connector) tendSpares(need bool, t time.Time, gap time.Duration) {
 	sp := &c.spares
 	if c.cfg.spares == 0 || c.cfg.mode != modeOn {
 		return
@@ -112,7 +127,6 @@ func (c *Connector) tendSpares(need bool, t time.Time) {
 	clear(sp.ready[len(kept):])
 	sp.ready = kept
 	sp.count.Store(int32(len(kept)))
-	dial := 0
 	if need && !sp.needed {
 		sp.wanted.Store(true) // before the first cull needs one
 	}
@@ -121,24 +135,42 @@ func (c *Connector) tendSpares(need bool, t time.Time) {
 		sp.wanted.Store(false)
 		sp.waiting.Store(0)
 		sp.retry, sp.failed = time.Time{}, 0
-	} else if sp.wanted.Load() && !t.Before(sp.retry) {
-		dial = max(0, c.cfg.spares-len(kept)-sp.dialing)
-		sp.dialing += dial
+		sp.ahead.Store(0)
+	} else {
+		sp.ahead.Store(int32(min(sp.took.Load()/int64(max(gap, time.Millisecond)), maxAhead))) //nolint:gosec // at most 32
 	}
 	sp.mu.Unlock()
 	for _, s := range old {
 		s.discard()
 	}
+	c.refill(t)
+}
+
+// refill dials what is missing.
+func (c *Connector) refill(t time.Time) {
+	sp := &c.spares
+	sp.mu.Lock()
+	dial := 0
+	if sp.needed && sp.wanted.Load() && !t.Before(sp.retry) {
+		dial = max(0, c.cfg.spares+int(sp.ahead.Load())-len(sp.ready)-sp.dialing)
+		sp.dialing += dial
+	}
+	sp.mu.Unlock()
 	for range dial {
-		c.dialSpare()
+		if !c.dialSpare() {
+			sp.mu.Lock()
+			sp.dialing--
+			sp.mu.Unlock()
+		}
 	}
 }
 
 // dialSpare dials one spare in the background.
-func (c *Connector) dialSpare() {
-	c.background(func() {
+func (c *Connector) dialSpare() bool {
+	return c.background(func() {
 		ctx, cancel := context.WithTimeout(c.ctx, spareDial)
 		defer cancel()
+		start := time.Now()
 		s, err := c.connect(ctx)
 		ok := err == nil && s.w != nil && s.stamp() != 0 && s.fit()
 		sp := &c.spares
@@ -146,6 +178,7 @@ func (c *Connector) dialSpare() {
 		sp.dialing--
 		if ok {
 			sp.failed = 0
+			sp.took.Store(int64(time.Since(start)))
 		} else {
 			// The server is full, or every dial lands on a marked node: there is nowhere to go for now.
 			sp.retry = time.Now().Add(min(250*time.Millisecond<<min(sp.failed, 7), 30*time.Second))

@@ -35,7 +35,7 @@ type watchdog struct {
 	wakes chan struct{} // the marks have changed: sweep
 	wakem chan struct{} // a node has come back, or a move is over: move
 
-	moving atomic.Bool // a replacement is being dialled for a move
+	moving atomic.Int32 // replacements being dialled for moves
 
 	mu      sync.Mutex
 	members []*Connector                    // guarded by mu
@@ -392,7 +392,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	if m == nil {
 		s.idle = nil
 		for _, c := range w.connectors() {
-			c.tendSpares(false, t)
+			c.tendSpares(false, t, 0)
 		}
 		return 0
 	}
@@ -400,7 +400,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 		s.list(w, m)
 		s.listed = t
 		for _, c := range w.connectors() {
-			c.tendSpares(s.need[c], t)
+			c.tendSpares(s.need[c], t, w.gap(m, t))
 		}
 	}
 	if len(s.idle) == 0 {
@@ -411,7 +411,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 		var r *session
 		if w.spared(c, pointSweep) {
 			// The next burst will want it: a spare takes its place in the pool.
-			if r = c.connector.takeSpare(); r != nil {
+			if r = c.connector.popSpare(); r != nil {
 				r.reserve.Store(true)
 				r.idled.Store(c.idled.Load())
 				r.state.Store(sessionIdle)
@@ -423,10 +423,11 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 		}
 		switch v := w.cull(c, m, t, pointSweep); v {
 		case gone:
+			_ = c.bury()
 			if r != nil {
 				r.reserve.Store(false)
+				c.connector.refill(t)
 			}
-			_ = c.bury()
 		default:
 			if r != nil && c.replacement.CompareAndSwap(r, nil) {
 				r.state.Store(sessionInUse)
