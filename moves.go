@@ -285,7 +285,7 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		return plan{
 			c: c, hosts: hosts,
 			gap:    min(w.cfg.cullStagger, max(moveWithin/time.Duration(dials), minMoveGap)),
-			atOnce: int32(min(max(missing/10, 1), 8)), //nolint:gosec // at most 8
+			atOnce: int32(min(max(missing/10, 1), 8)),
 		}, true
 	}
 	w.balance = balance{}

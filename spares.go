@@ -137,7 +137,7 @@ func (c *Connector) tendSpares(need bool, t time.Time, gap time.Duration) {
 		sp.retry, sp.failed = time.Time{}, 0
 		sp.ahead.Store(0)
 	} else {
-		sp.ahead.Store(int32(min(sp.took.Load()/int64(max(gap, time.Millisecond)), maxAhead))) //nolint:gosec // at most 32
+		sp.ahead.Store(int32(min(sp.took.Load()/int64(max(gap, time.Millisecond)), maxAhead)))
 	}
 	sp.mu.Unlock()
 	for _, s := range old {

@@ -300,6 +300,9 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	c.returned, c.untouched, c.mended = false, true, 0
 
 	bad := !s.state.CompareAndSwap(sessionIdle, sessionInUse) && s.state.Load() == sessionGone
+	if !bad && s.pg.TxStatus() != 'I' {
+		return driver.ErrBadConn // whoever had it left a transaction open, and a wrapper hides IsValid
+	}
 	if !bad && s.dead(ctx, !hidden && idle < lookAfter) {
 		bad = true
 	} else if m := s.w.marks.Load(); !bad && m != nil && (hidden || !handed || m.overFor(s)) {
@@ -328,9 +331,6 @@ func (c *conn) reset(ctx context.Context, t int64) error {
 	s := c.s
 	if len(s.connector.stdOpts) > 0 {
 		return c.stdConn.ResetSession(ctx)
-	}
-	if s.pg.TxStatus() != 'I' {
-		return driver.ErrBadConn
 	}
 	if t-s.checkedOut > int64(pingAfter) && !s.ping(ctx) {
 		return driver.ErrBadConn
