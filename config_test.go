@@ -27,7 +27,7 @@ func noPGEnv(tb testing.TB) {
 	tb.Setenv("HOME", tb.TempDir())
 }
 
-func mustParse(t *testing.T, dsn string) *config {
+func mustParse(t testing.TB, dsn string) *config {
 	t.Helper()
 	c, err := parseConfig(dsn)
 	if err != nil {

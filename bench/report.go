@@ -433,7 +433,9 @@ func (r *report) check() (findings []finding) {
 				for _, d := range x.drains {
 					left = append(left, d.took.Seconds())
 					busiest = append(busiest, float64(d.busiest100))
-					pace = append(pace, float64(d.held)/(paceShare*s.window().Seconds())/10+spares)
+					perSecond := float64(d.held) / (paceShare * s.window().Seconds())
+					// The spares come first, and as many dials are under way as the pace needs while one takes its time.
+					pace = append(pace, perSecond/10+spares+math.Ceil(perSecond*s.dial.Seconds()))
 				}
 			}
 			add(atMost(s.name, "last connection off the node, s", s.window().Seconds(), left))
