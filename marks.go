@@ -220,6 +220,7 @@ const (
 // steps 3 and 3b of its drain: there is no time left. It may have said so long ago, on a connection that was idle, and
 // have restarted since; but it said so after it last answered here, so the connections opened before that are meant.
 func (w *watchdog) heardGoodbye(s *session) {
+	w.noticed.Store(now()) // whichever node it is
 	t := time.Now()
 	before := s.opened.Add(1) // the connection itself
 	if idled := s.idled.Load(); idled != 0 {
@@ -232,6 +233,7 @@ func (w *watchdog) heardGoodbye(s *session) {
 // heardRefusals marks the nodes of addresses that refused a dial because their node drains, where an address is known to
 // be one node: a load balancer's is not.
 func (w *watchdog) heardRefusals(a *attempt) {
+	w.noticed.Store(now())
 	for _, addr := range a.refused {
 		w.mu.Lock()
 		id := w.addrs.nodeAt(addr)
