@@ -75,6 +75,8 @@ type Connector struct {
 	tally    tally
 	closing  sync.WaitGroup // connections being closed in the background
 
+	hidden atomic.Bool // said that a wrapper hides the hooks
+
 	mu     sync.Mutex
 	closed bool // guarded by mu
 }
@@ -457,6 +459,13 @@ func (c *Connector) Close() error {
 	}
 	c.closing.Wait()
 	return nil
+}
+
+// hooksHidden says once that a wrapper of the driver keeps the pool from asking it.
+func (c *Connector) hooksHidden() {
+	if c.hidden.CompareAndSwap(false, true) {
+		c.log.Warn("crdbdrain: a wrapper of the driver hides driver.Validator and driver.SessionResetter; connections cannot leave a draining node")
+	}
 }
 
 // Driver returns the driver that is registered as "crdbdrain".

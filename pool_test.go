@@ -1433,3 +1433,32 @@ func FuzzCulls(f *testing.F) {
 		}
 	})
 }
+
+// E01: a wrapper that hides both hooks is told of once; connections that the pool asks about are not taken for such.
+func TestE01HiddenHooksAreToldOfOnce(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		wrap func(driver.Conn) driver.Conn
+		want int
+	}{
+		{"both hidden", hideBoth, 1},
+		{"IsValid hidden", hideIsValid, 0},
+		{"nothing hidden", func(dc driver.Conn) driver.Conn { return dc }, 0},
+	} {
+		c := startCluster(t, crdbdraintest.Config{Nodes: 1})
+		logs := new(logTrap)
+		p := openOn(t, c, still, WithLogger(logs.logger())).hidden(t, tt.wrap)
+		for range 2 {
+			p.SetMaxOpenConns(1)
+			for range manyUses {
+				mustExec(t, p, "UPDATE t SET x = 1")
+			}
+			p.SetMaxIdleConns(0) // closes it
+			p.SetMaxIdleConns(1)
+		}
+		_ = p.Close()
+		if n := logs.count("hides driver.Validator"); n != tt.want {
+			t.Errorf("%s: %d lines say so, want %d:\n%s", tt.name, n, tt.want, logs)
+		}
+	}
+}

@@ -185,8 +185,13 @@ type conn struct {
 	returned  bool // IsValid has been called since the last ResetSession
 	untouched bool // nothing has been sent since the checkout, and nobody has had the *pgx.Conn
 	mended    int  // replacements since the checkout
+	uses      int  // requests
+	hooked    bool // IsValid or ResetSession has been called
 	single    bool // Driver.Open's: the connector ends with it
 }
+
+// manyUses is how many requests a connection serves without either hook before a wrapper is taken to hide both.
+const manyUses = 100
 
 // maxMend bounds the replacements for one use of a connection.
 const maxMend = 5
@@ -259,7 +264,7 @@ func (c *conn) IsValid() bool {
 	if r := s.replacement.Load(); r != nil && r.reason >= reasonRebalance { // a cull's is for the sweep to give
 		s = c.takeOver()
 	}
-	c.returned = true
+	c.returned, c.hooked = true, true
 	s.idled.Store(now())
 	s.state.CompareAndSwap(sessionInUse, sessionIdle)
 	return true
@@ -297,7 +302,7 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	t := now()
 	idle := time.Duration(t - s.idled.Load())
 	handed := hidden || idle < sweepIdle
-	c.returned, c.untouched, c.mended = false, true, 0
+	c.returned, c.untouched, c.mended, c.hooked = false, true, 0, true
 
 	bad := !s.state.CompareAndSwap(sessionIdle, sessionInUse) && s.state.Load() == sessionGone
 	if !bad && s.pg.TxStatus() != 'I' {
@@ -366,6 +371,9 @@ func (c *conn) Close() error {
 		defer c.s.connector.Close() //nolint:errcheck // always nil
 	}
 	s := c.follow()
+	if c.uses > manyUses && !c.hooked && s.w != nil && s.state.Load() == sessionInUse && !s.pg.IsClosed() {
+		s.connector.hooksHidden()
+	}
 	defer s.dropReplacement()
 	if s.state.Swap(sessionGone) == sessionGone {
 		return nil // whoever took it closes it
@@ -423,6 +431,7 @@ func (c *conn) begin(ctx context.Context) (request, error) {
 	if s.w == nil {
 		return request{}, nil // no longer CockroachDB
 	}
+	c.uses++
 	r := request{outside: s.pg.TxStatus() == 'I', first: c.untouched}
 	c.untouched = false
 	s.link.begin()

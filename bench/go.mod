@@ -1,6 +1,6 @@
 module github.com/crdbdrain/crdbdrain/bench
 
-go 1.26.8
+go 1.26.0
 
 require (
 	github.com/crdbdrain/crdbdrain v0.0.0
