@@ -153,6 +153,11 @@ func hook(cc *pgx.ConnConfig) {
 				return nc, err
 			}
 		}
+		if pc.ChannelBinding == "require" {
+			// pgx binds SCRAM to the TLS connection, which has to be what it gets here. CockroachDB does not offer
+			// SCRAM-SHA-256-PLUS: what does is another server, for which there is nothing to hear.
+			return nc, nil
+		}
 		l := &link{Conn: nc, attempt: attemptOf(ctx), peeker: newPeeker(nc)}
 		if l.attempt != nil {
 			l.attempt.link = l
@@ -413,6 +418,7 @@ func (c *Connector) attach() *watchdog {
 	if w := c.watchdog.Load(); w != nil {
 		return w
 	}
+	c.instruments() // they come from the application's meter provider: not under a lock
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {

@@ -109,7 +109,8 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 	}
 	// A younger connection was kept although its node was marked: there was nowhere else. Or the node is back, and the
 	// source will say so. It goes only when there is a replacement in hand.
-	if !s.opened.Before(mk.before) && (mk.decommissioning || sp.count.Load() == 0 || t.Sub(s.opened) < 2*w.cfg.pollIntervalDraining) {
+	younger := !s.opened.Before(mk.before)
+	if younger && (mk.decommissioning || sp.count.Load() == 0 || t.Sub(s.opened) < 2*w.cfg.pollIntervalDraining) {
 		return keep
 	}
 	if !m.somewhereToGo(t, w.cfg.pollInterval) {
@@ -120,9 +121,10 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 		return keep
 	}
 	var token token
-	if !mk.over { // what the server has said goodbye on is not paced: it closes the connection now, if we do not
+	if !mk.over || younger { // what the server has said goodbye on is not paced: it closes the connection now, if we do not
 		gap := w.gap(m, t)
-		if w.spared(s, point) && sp.awaits(gap) {
+		inHand := point == pointSweep && s.replacement.Load() != nil
+		if !inHand && w.spared(s, point) && sp.awaits(gap) {
 			return wait
 		}
 		var ok bool
@@ -222,9 +224,9 @@ const (
 func (w *watchdog) heardGoodbye(s *session) {
 	w.noticed.Store(now()) // whichever node it is
 	t := time.Now()
-	before := s.opened.Add(1) // the connection itself
-	if idled := s.idled.Load(); idled != 0 {
-		before = clockStart.Add(time.Duration(idled))
+	before := s.opened.Add(1)                // the connection itself
+	if idled := s.idled.Load(); idled != 0 { // a replacement's is that of the session before it
+		before = maxTime(before, clockStart.Add(time.Duration(idled)))
 	}
 	w.note(s.stamp(), sourceErrors, notice{since: t, heard: t, before: before, over: true})
 	w.poke()
@@ -448,7 +450,7 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 }
 
 // expire drops what has outlived its evidence: the last answer of a source that has failed for three intervals, and the
-// server's own words a minute later, once no connection of that time is left. w.mu is held.
+// server's own words after errorsKeep, once no connection of that time is left. w.mu is held.
 func (w *watchdog) expire(t time.Time) []event {
 	changed := false
 	for id := range w.sources {

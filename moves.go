@@ -16,6 +16,7 @@ const (
 	minMoveGap  = 10 * time.Millisecond
 	maxPending  = 4                // replacements that wait for the return of the session they replace
 	pendingKeep = 30 * time.Second // and for how long: the session may be pinned
+	pinnedFor   = 5 * time.Minute  // and is then taken to stay so; others have their turn
 	moveDial    = 10 * time.Second
 )
 
@@ -23,7 +24,7 @@ const (
 type balance struct {
 	active bool
 	joined []nodeID // that a source has begun to list
-	misses int      // dials in a row that landed where there are enough
+	misses int      // dials in a row that were of no use: landed where there are enough, say
 }
 
 // returned starts the way home: a node is there that was not, or was marked. w.mu is held.
@@ -102,8 +103,12 @@ func (w *watchdog) sweepPending(t time.Time) int {
 		if r == nil || p.victim.state.Load() == sessionGone {
 			return true // it is where it belongs, or its holder has closed it
 		}
-		if t.Sub(p.since) < pendingKeep && !(r.w != nil && r.w.isMarked(r)) {
+		waited := t.Sub(p.since) >= pendingKeep
+		if !waited && !(r.w != nil && r.w.isMarked(r)) {
 			return false
+		}
+		if waited {
+			p.victim.heldUntil.Store(now() + int64(pinnedFor))
 		}
 		if r = p.victim.replacement.Swap(nil); r != nil {
 			late = append(late, r)
@@ -172,13 +177,19 @@ func (s *session) replaceWith(r *session, reason cullReason) bool {
 	return true
 }
 
+// movable reports whether the session may be replaced: somebody's or the pool's, nothing waits to take its place, and
+// nothing has lately waited in vain.
+func (s *session) movable() bool {
+	return s.state.Load() != sessionGone && !s.reserve.Load() && s.replacement.Load() == nil && s.heldUntil.Load() <= now()
+}
+
 // oldest returns the session that is longest past its TTL.
 func (w *watchdog) oldest(t time.Time) (victim *session) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, n := range w.nodes {
 		for s := range n.held {
-			if s.replacement.Load() == nil && s.state.Load() != sessionGone && !s.reserve.Load() && t.Sub(s.opened) > w.cfg.ttl+s.jitter &&
+			if s.movable() && t.Sub(s.opened) > w.cfg.ttl+s.jitter &&
 				(victim == nil || s.opened.Before(victim.opened)) {
 				victim = s
 			}
@@ -296,22 +307,26 @@ func (w *watchdog) plan() (p plan, ok bool) {
 func (w *watchdog) surplus(c *Connector, r *session) (victim *session) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	defer func() {
+		if w.balance.misses++; victim != nil {
+			w.balance.misses = 0
+		}
+	}()
 	counts, share := w.shares(c)
 	id := r.stamp()
-	if len(w.members) == 1 {
-		counts[id]-- // r itself
+	if id != 0 && len(w.members) == 1 { // r itself has been counted: it is to take a place, not to make one
+		counts[id]--
+		share -= 1 / float64(len(counts))
 	}
 	if id == 0 || w.marks.Load() != nil || !lacking(counts[id], share) {
-		w.balance.misses++
 		return nil
 	}
-	w.balance.misses = 0
 	for id, n := range w.nodes {
 		if !tooMany(counts[id], share) {
 			continue
 		}
 		for s := range n.held {
-			if s == r || s.connector != c || s.stamp() != id || s.reserve.Load() || s.state.Load() == sessionGone || s.replacement.Load() != nil {
+			if s == r || s.connector != c || s.stamp() != id || !s.movable() {
 				continue
 			}
 			idle := s.state.Load() == sessionIdle

@@ -22,7 +22,7 @@ const maxNodeID = 1<<31 - 1
 //	└──┴──────────────────────────────────────┘
 //
 // Earlier versions send 0. Proxies put their own values there, so the rule has to be verified before it is believed
-// (watchdog.verify).
+// (verifyRule).
 func nodeFromPID(pid uint32) nodeID {
 	if pid&(1<<31) != 0 {
 		return nodeID(pid &^ (1 << 31))

@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/stdlib"
 )
@@ -50,6 +52,7 @@ type answer struct {
 	nodes  map[nodeID]nodeState
 	err    error
 	off    string
+	asked  time.Time
 	took   time.Duration
 }
 
@@ -66,7 +69,8 @@ type pollResult struct {
 	answers []answer
 	rule    uint32
 	goodbye nodeID        // the node whose goodbye the watchdog's own connection met
-	onNode  nodeID        // the node that the watchdog's own connection is on
+	before  time.Time     // when that connection had last been answered: the goodbye is of a later time
+	onNode  nodeID        // the node that the watchdog's own connection is on, unless it has just tried in vain to leave it
 	window  time.Duration // what the server's settings leave; -1 if they were not asked for or not told
 	err     error         // why the watchdog has no connection of its own
 }
@@ -163,7 +167,7 @@ func (w *watchdog) take(r pollResult) (again bool) {
 			}
 		default:
 			s.state, s.failures, s.due = sourceOK, 0, time.Time{}
-			events = append(events, w.apply(a.source, a.nodes, t.Add(-a.took), t)...)
+			events = append(events, w.apply(a.source, a.nodes, a.asked, t)...)
 		}
 		events = append(events, w.sourceEdge(before.state, s.state, a, reason))
 	}
@@ -172,7 +176,7 @@ func (w *watchdog) take(r pollResult) (again bool) {
 	w.mu.Unlock()
 	w.tell(events)
 	if r.goodbye != 0 {
-		w.note(r.goodbye, sourceErrors, notice{since: t, heard: t, before: t, over: true})
+		w.note(r.goodbye, sourceErrors, notice{since: t, heard: t, before: r.before, over: true})
 	}
 	return again
 }
@@ -302,7 +306,7 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 		ready.Go(func() {
 			start := time.Now()
 			nodes, err := p.readiness.poll(ctx)
-			a = answer{source: sourceReadiness, nodes: nodes, err: err, took: time.Since(start)}
+			a = answer{source: sourceReadiness, nodes: nodes, err: err, asked: start, took: time.Since(start)}
 		})
 		defer func() {
 			ready.Wait()
@@ -322,21 +326,23 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 	if len(due) == 0 && q.rule != ruleUnknown || q.by == nil {
 		return r
 	}
-	for try := 0; ; try++ {
+	for {
 		fresh := p.side == nil
-		goodbye := r.goodbye // of the try before
+		goodbye, before := r.goodbye, r.before // of the try before
 		r = p.askSQL(ctx, q, due)
-		r.goodbye = goodbye
+		r.goodbye, r.before = goodbye, before
 		if p.side == nil || !p.side.pg.IsClosed() {
 			break
 		}
-		r.goodbye = p.side.goodbye()
+		if node := p.side.goodbye(); node != 0 {
+			r.goodbye, r.before = node, p.side.answered
+		}
 		p.hangUp()
 		if fresh || ctx.Err() != nil {
 			break // it was not a connection that went stale between two polls
 		}
 	}
-	if p.side != nil {
+	if p.side != nil && (q.marks == nil || q.marks.of[p.side.node] == nil) {
 		r.onNode = p.side.node
 	}
 	// The connection stays as long as a SQL source is worth asking again soon.
@@ -366,11 +372,14 @@ func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r poll
 		p.side = side
 	}
 	if q.rule == ruleUnknown {
-		r.rule, p.side.node = verifyRule(ctx, p.side, p.side.node)
+		var node nodeID
+		if r.rule, node = verifyRule(ctx, p.side, p.side.node); r.rule != ruleUnknown {
+			p.side.node = node // until then what the PID tells, to be compared the next time
+		}
 	}
 	for _, id := range due {
 		start := time.Now()
-		a := answer{source: id}
+		a := answer{source: id, asked: start}
 		switch id {
 		case sourceInstances:
 			if p.side.versionKnown && (p.side.major < 24 || p.side.major == 24 && p.side.minor < 3) {
@@ -504,11 +513,13 @@ func quote(s *string) string {
 	return strconv.Quote((*s)[:min(len(*s), 64)])
 }
 
-// sideConn is the watchdog's own connection: never from the pool, without the application's tracer and hooks.
+// sideConn is the watchdog's own connection: never from the pool, without the application's tracer, and without its hooks
+// but those that it takes to connect (and OnPgError, which recognises the goodbye).
 type sideConn struct {
 	pg           *pgconn.PgConn
 	link         *link
 	node         nodeID
+	answered     time.Time // when it was last known that the server had not said goodbye
 	versionKnown bool
 	major, minor int
 }
@@ -518,6 +529,9 @@ func dialSide(ctx context.Context, q question, cfg *config) (*sideConn, error) {
 	var kept *sideConn
 	for range maxSteer {
 		side, err := dialSideOnce(ctx, q, cfg)
+		if err != nil && kept != nil {
+			return kept, nil //nolint:nilerr // a connection to a marked node is better than none
+		}
 		if kept != nil {
 			kept.close()
 		}
@@ -555,8 +569,10 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 		return dial(ctx, network, addr)
 	}
 	a := &attempt{start: time.Now()}
-	// Through pgx's connector, for the sake of an OptionBeforeConnect that fetches a password.
-	std, err := stdlib.GetConnector(*cc, q.by.stdOpts...).Connect(context.WithValue(ctx, attemptKey{}, a))
+	// Through pgx's connector, for the sake of an OptionBeforeConnect that fetches a password. What the application does with
+	// a connection of its own, in an OptionAfterConnect, is not for this one.
+	opts := append(slices.Clone(q.by.stdOpts), stdlib.OptionAfterConnect(func(context.Context, *pgx.Conn) error { return nil }))
+	std, err := stdlib.GetConnector(*cc, opts...).Connect(context.WithValue(ctx, attemptKey{}, a))
 	connected = true
 	if err != nil {
 		if a.link != nil {
@@ -565,7 +581,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 		return nil, err
 	}
 	pg := std.(*stdConn).Conn().PgConn() //nolint:forcetypeassert // what stdlib's connector returns
-	side := &sideConn{pg: pg, link: a.link}
+	side := &sideConn{pg: pg, link: a.link, answered: a.start}
 	switch q.rule {
 	case ruleUnknown, ruleHolds:
 		side.node = nodeFromPID(pg.PID())
@@ -585,6 +601,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 
 // ask sends a statement with the simple protocol and reads at most maxRows rows.
 func (s *sideConn) ask(ctx context.Context, sql string) (rows [][]*string, err error) {
+	start := time.Now()
 	results := s.pg.Exec(ctx, sql)
 	for results.NextResult() {
 		rr := results.ResultReader()
@@ -609,6 +626,7 @@ func (s *sideConn) ask(ctx context.Context, sql string) (rows [][]*string, err e
 		}
 		return nil, err
 	}
+	s.answered = start
 	return rows, nil
 }
 

@@ -112,7 +112,8 @@ func (r *readiness) poll(ctx context.Context) (map[nodeID]nodeState, error) {
 			answered = true
 		}
 		if t.node != 0 && now.Sub(t.asked) <= r.keep {
-			state, other := t.state, nodes[t.node] // two URLs may lead to one node
+			state, other := t.state, nodes[t.node]    // two URLs may lead to one node
+			state.live = state.live && errs[i] == nil // an old answer holds a mark; it is no proof of life
 			state.draining, state.live = state.draining || other.draining, state.live || other.live
 			nodes[t.node] = state
 		}

@@ -262,7 +262,7 @@ func bare(t testing.TB, params string, opts ...Option) (*Connector, *watchdog) {
 }
 
 func (w *watchdog) answer(id sourceID, nodes map[nodeID]nodeState, err error) {
-	w.take(pollResult{answers: []answer{{source: id, nodes: nodes, err: err}}})
+	w.take(pollResult{answers: []answer{{source: id, nodes: nodes, err: err, asked: time.Now()}}})
 }
 
 // D07: a passing error keeps what is known, backs off, and is forgotten with the next answer.

@@ -48,8 +48,9 @@ type session struct {
 	// The session that takes this one's place with its holder: at once where the watchdog has taken this one, when it comes
 	// back where it is in use. Whoever swaps it out owns it.
 	replacement atomic.Pointer[session]
-	reserve     atomic.Bool // it has no holder yet: a spare, or a replacement
-	reason      cullReason  // why this one replaces another; written before it is one
+	reserve     atomic.Bool  // it has no holder yet: a spare, or a replacement
+	reason      cullReason   // why this one replaces another; written before it is one
+	heldUntil   atomic.Int64 // by now(): a replacement has waited in vain for it to come back, no other is dialled for it
 
 	state   atomic.Uint32 // session*
 	idled   atomic.Int64  // when it became idle, by now()
@@ -584,6 +585,9 @@ var (
 // renew prepares the statement again where the connection's session has been replaced. It is a request of its own, and
 // leaves the one to come the first.
 func (st *stmt) renew(ctx context.Context) error {
+	if err := st.conn.claim(ctx); err != nil { // under a wrapper that hides ResetSession the sweep may have been here
+		return err
+	}
 	for st.s != st.conn.s {
 		untouched := st.conn.untouched
 		fresh, err := st.conn.PrepareContext(ctx, st.query)

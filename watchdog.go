@@ -390,7 +390,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	m := w.marks.Load()
 	t := time.Now()
 	if m == nil {
-		s.idle = nil
+		*s = sweeper{} // it keeps nothing that has ended
 		for _, c := range w.connectors() {
 			c.tendSpares(false, t, 0)
 		}

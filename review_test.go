@@ -1,0 +1,227 @@
+package crdbdrain
+
+import (
+	"context"
+	"crypto/tls"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/stdlib"
+
+	"github.com/crdbdrain/crdbdrain/crdbdraintest"
+)
+
+// An endpoint that does not answer holds a mark by its last answer, but does not vouch for its node: the server's goodbye,
+// which came since, stands.
+func TestAnOldReadinessAnswerRefutesNothing(t *testing.T) {
+	a, b := newHTTPNode(t, 1), newHTTPNode(t, 2)
+	r := readinessOf(t, &logTrap{}, "", a.URL, b.URL)
+	_, w := trusted(t, "")
+	poll := func() {
+		t.Helper()
+		asked := time.Now()
+		nodes, err := pollNow(t, r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.take(pollResult{answers: []answer{{source: sourceReadiness, nodes: nodes, asked: asked}}})
+	}
+	poll()
+	now := time.Now()
+	w.note(2, sourceErrors, notice{since: now, heard: now, before: now, over: true})
+	b.says(0, "")
+	time.Sleep(time.Millisecond)
+	poll()
+	if w.markOf(2) == nil {
+		t.Error("an endpoint that is away has taken the goodbye's mark away")
+	}
+	b.says(up, "")
+	poll()
+	if w.markOf(2) != nil {
+		t.Error("the node is ready again, and still marked")
+	}
+}
+
+// A poll ends with its slowest source. A goodbye that comes between a source's answer and that end stands.
+func TestAGoodbyeDuringAPollStands(t *testing.T) {
+	_, w := trusted(t, "")
+	asked := time.Now()
+	time.Sleep(time.Millisecond)
+	heard := time.Now()
+	w.note(2, sourceErrors, notice{since: heard, heard: heard, before: heard, over: true})
+	w.take(pollResult{answers: []answer{{source: sourceInstances, asked: asked, took: time.Microsecond,
+		nodes: map[nodeID]nodeState{1: {live: true}, 2: {live: true}}}}})
+	if w.markOf(2) == nil {
+		t.Error("an answer of before the goodbye has taken its mark away")
+	}
+}
+
+// A replacement takes over since when the session before it was idle. Its goodbye is meant for itself all the same.
+func TestTheGoodbyeOfAReplacement(t *testing.T) {
+	c, w := trusted(t, "")
+	s := w.hold(c, 2, time.Now())
+	s.idled.Store(now() - int64(time.Minute))
+	w.heardGoodbye(s)
+	if mk := w.markOf(2); mk == nil || !s.opened.Before(mk.before) {
+		t.Errorf("%+v does not mean the connection itself, opened %v", mk, s.opened)
+	}
+}
+
+// The watchdog's own connection may find out late that the server has said goodbye. Connections of after its last answer
+// can be to the restarted node.
+func TestALateGoodbyeToTheWatchdogSparesTheRestartedNode(t *testing.T) {
+	c, w := trusted(t, "")
+	answered := time.Now()
+	time.Sleep(time.Millisecond)
+	fresh := w.hold(c, 2, time.Now())
+	w.take(pollResult{goodbye: 2, before: answered})
+	if m := w.marks.Load(); m == nil || m.of[2] == nil {
+		t.Fatal("not marked")
+	} else if m.overFor(fresh) {
+		t.Error("a connection of after the restart is to leave at once")
+	}
+}
+
+// A sweep that has a spare in hand for the connection does not wait for another.
+func TestASweepWithTheLastSpareInHandDoesNotWait(t *testing.T) {
+	c, w := trusted(t, "")
+	s := w.hold(c, 2, time.Now())
+	s.pg = nil
+	s.idled.Store(now())
+	s.state.Store(sessionIdle)
+	w.hold(c, 1, time.Now())
+	time.Sleep(time.Millisecond)
+	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {live: true, draining: true}}, nil)
+	if v := w.cull(s, w.marks.Load(), time.Now(), pointSweep); v != wait {
+		t.Fatalf("without a spare: %d, want to wait for one", v)
+	}
+	s.replacement.Store(&session{})
+	if v := w.cull(s, w.marks.Load(), time.Now(), pointSweep); v != gone {
+		t.Errorf("with a spare in hand: %d, want gone", v)
+	}
+}
+
+// A passing error of the first SHOW node_id does not lose what the PID tells, which would make the next answer look like a
+// proxy's.
+func TestTheRuleAfterAPassingError(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 1})
+	cn, w := bare(t, "")
+	cfg, err := parseConfig(c.DSN())
+	if err != nil {
+		t.Fatal(err)
+	}
+	cn.cfg.pgx = cfg.pgx
+	hook(cn.cfg.pgx)
+	p := &poller{w: w}
+	defer p.close()
+	ended, cancel := context.WithCancel(t.Context())
+	q := question{rule: ruleUnknown, by: cn}
+	if p.side, err = dialSide(t.Context(), q, w.cfg); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if r := p.askSQL(ended, q, nil); r.rule != ruleUnknown || p.side == nil || p.side.pg.IsClosed() {
+		t.Fatalf("the first time: %+v", r)
+	}
+	if r := p.askSQL(t.Context(), q, nil); r.rule != ruleHolds {
+		t.Errorf("the second time: rule %d, want %d", r.rule, ruleHolds)
+	}
+}
+
+// What the application does with a connection of its own is not for the watchdog's.
+func TestTheWatchdogsConnectionIsNotTheApplications(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 1})
+	var calls atomic.Int32
+	p := open(t, c.DSN(), "crdbdrain_sources=instances,gossip&crdbdrain_poll_interval=100ms", WithStdlibOptions(
+		stdlib.OptionAfterConnect(func(context.Context, *pgx.Conn) error { calls.Add(1); return nil })))
+	fill(t, p.DB, 1)
+	w := p.dog(t)
+	eventually(t, "the rule is known", func() bool { return w.rule.Load() == ruleHolds })
+	if n := calls.Load(); n != 1 {
+		t.Errorf("%d calls of OptionAfterConnect for one connection", n)
+	}
+}
+
+// A session that is in use for good does not keep the others from being replaced.
+func TestAPinnedSessionLetsOthersMove(t *testing.T) {
+	c, w := trusted(t, "crdbdrain_ttl=1s")
+	long := time.Now().Add(-time.Hour)
+	pinned, other := w.hold(c, 1, long), w.hold(c, 1, long.Add(time.Minute))
+	if v := w.oldest(time.Now()); v != pinned {
+		t.Fatal("the oldest is not the first")
+	}
+	r := w.hold(c, 1, time.Now())
+	pinned.replacement.Store(r)
+	w.mu.Lock()
+	w.pending = append(w.pending, pending{pinned, time.Now().Add(-pendingKeep)})
+	w.mu.Unlock()
+	r.state.Store(sessionGone) // nothing to close
+	if n := w.sweepPending(time.Now()); n != 0 || pinned.replacement.Load() != nil {
+		t.Fatalf("%d still pending", n)
+	}
+	if v := w.oldest(time.Now()); v != other {
+		t.Error("the one that is pinned is tried again, before the others")
+	}
+}
+
+// On the way home, the replacement that has just been dialled does not count as one more: the last of a node's share
+// would never come.
+func TestTheLastOfAShareComesHome(t *testing.T) {
+	c, w := trusted(t, "")
+	for id, n := range map[nodeID]int{1: 7, 2: 7, 3: 4} {
+		for range n {
+			w.hold(c, id, time.Now())
+		}
+	}
+	r := w.hold(c, 3, time.Now())
+	r.reserve.Store(true)
+	if w.surplus(c, r) == nil {
+		t.Error("7, 7 and 4: nothing to move")
+	}
+}
+
+// pgx binds SCRAM to the TLS connection where it gets one. With channel_binding=require it has to.
+func TestChannelBindingGetsTheTLSConnection(t *testing.T) {
+	cc, err := pgx.ParseConfig("host=h user=u sslmode=require channel_binding=require")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hook(cc)
+	a, b := net.Pipe()
+	defer a.Close()
+	defer b.Close()
+	nc := tls.Client(a, &tls.Config{ServerName: "h"})
+	got, err := cc.AfterNetConnect(t.Context(), &cc.Config, nc)
+	if err != nil || got != net.Conn(nc) {
+		t.Errorf("%T, %v; want the connection itself", got, err)
+	}
+	cc.ChannelBinding = "prefer"
+	if got, err = cc.AfterNetConnect(t.Context(), &cc.Config, nc); err != nil {
+		t.Fatal(err)
+	} else if _, ok := got.(*link); !ok {
+		t.Errorf("%T, want a link", got)
+	}
+}
+
+// The server's goodbye takes the pace from the connections that it was meant for, not from those that were opened since.
+func TestYoungerConnectionsLeaveAtThePace(t *testing.T) {
+	c, w := trusted(t, "")
+	before := time.Now().Add(-time.Minute)
+	w.hold(c, 1, time.Now())
+	old, young := w.hold(c, 2, before.Add(-time.Second)), [2]*session{w.hold(c, 2, before.Add(time.Second)), w.hold(c, 2, before.Add(time.Second))}
+	c.spares.count.Store(1)
+	w.note(2, sourceErrors, notice{since: time.Now(), heard: time.Now(), before: before, over: true})
+	m, now := w.marks.Load(), time.Now()
+	if v := w.cull(young[0], m, now, pointReturn); v != gone {
+		t.Errorf("the first young one: %d, want gone", v)
+	}
+	if v := w.cull(young[1], m, now, pointReturn); v != wait {
+		t.Errorf("the second young one: %d, want to wait", v)
+	}
+	if v := w.cull(old, m, now, pointReturn); v != gone {
+		t.Errorf("one that was meant: %d, want gone", v)
+	}
+}
