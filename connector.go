@@ -18,6 +18,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/stdlib"
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/metric"
@@ -87,7 +88,7 @@ var (
 )
 
 // NewConnector returns a connector for a config that [pgx.ParseConfig] made, for those who need what a DSN cannot say:
-// pgx's hooks, a tracer, a dialer. The config is cloned. Its OnPgError, AfterNetConnect, DialFunc and LookupFunc are
+// pgx's hooks, a tracer, a dialer. The config is cloned. Its OnPgError, BuildFrontend, AfterNetConnect, DialFunc and LookupFunc are
 // called from the driver's own; the rest is used as it is. Parameters named crdbdrain_* in its RuntimeParams are the
 // driver's, as in a DSN. Nothing is dialled and nothing is started. An error names the parameter and the accepted form,
 // and contains no secret.
@@ -129,7 +130,7 @@ func attemptOf(ctx context.Context) *attempt {
 
 // hook chains the driver's own hooks to those of a config, which is the driver's clone.
 func hook(cc *pgx.ConnConfig) {
-	lookup, dial, after, onError := cc.LookupFunc, cc.DialFunc, cc.AfterNetConnect, cc.OnPgError
+	lookup, dial, after := cc.LookupFunc, cc.DialFunc, cc.AfterNetConnect
 	cc.LookupFunc = func(ctx context.Context, host string) ([]string, error) {
 		addrs, err := lookup(ctx, host)
 		if a := attemptOf(ctx); a != nil && err == nil {
@@ -153,32 +154,35 @@ func hook(cc *pgx.ConnConfig) {
 				return nc, err
 			}
 		}
-		if pc.ChannelBinding == "require" {
-			// pgx binds SCRAM to the TLS connection, which has to be what it gets here. CockroachDB does not offer
-			// SCRAM-SHA-256-PLUS: what does is another server, for which there is nothing to hear.
-			return nc, nil
+		if a := attemptOf(ctx); a != nil {
+			a.link = &link{conn: nc, peeker: newPeeker(nc)}
 		}
-		l := &link{Conn: nc, attempt: attemptOf(ctx), peeker: newPeeker(nc)}
-		if l.attempt != nil {
-			l.attempt.link = l
-		}
-		return l, nil
+		return nc, nil
+	}
+}
+
+// listen puts the attempt's link between pgx and the connection, in a config that is for this attempt alone. pgx keeps
+// the connection itself, which it needs for what belongs to TLS (channel binding), and which is its users' to see.
+func (a *attempt) listen(cc *pgconn.Config) {
+	build, onError := cc.BuildFrontend, cc.OnPgError
+	cc.BuildFrontend = func(r io.Reader, w io.Writer) *pgproto3.Frontend {
+		l := a.link
+		l.r, l.w = r, w
+		return build(l, l)
 	}
 	cc.OnPgError = func(pc *pgconn.PgConn, e *pgconn.PgError) bool {
 		keep := onError == nil || onError(pc, e)
-		l, ok := pc.Conn().(*link)
+		l := a.link
 		if !isGoodbye(e.Code, e.Message) {
-			if ok {
-				l.first = e
-			}
+			l.first = e
 			return keep
 		}
 		// The notice has severity ERROR, on which pgx would wait for a ReadyForQuery that never comes, and report
 		// "unexpected EOF" in its place.
-		if ok && e.Message == noticeNotAcceptingClients && l.attempt != nil {
-			l.attempt.refused = append(l.attempt.refused, l.attempt.addr)
+		if e.Message == noticeNotAcceptingClients {
+			a.refused = append(a.refused, a.addr)
 		}
-		if ok && l.first != nil && l.words.Load() == goodbyeErrored {
+		if l.first != nil && l.words.Load() == goodbyeErrored {
 			*e = *l.first // pgx keeps the first error of a request in most of its protocols; keep it in all
 		}
 		return false
@@ -292,6 +296,7 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	cc := *c.cfg.pgx
 	prefer, _ := ctx.Value(preferKey{}).(map[string]bool)
 	orderHosts(&cc.Config, c.cfg.hostOrder, marked, prefer)
+	a.listen(&cc.Config)
 	s := &session{connector: c, opened: a.start, jitter: rand.N(c.cfg.ttl/10 + 1)}
 	opts := append([]stdlib.OptionOpenDB{stdlib.OptionShouldPing(s.shouldPing)}, c.stdOpts...)
 	std, err := stdlib.GetConnector(cc, opts...).Connect(context.WithValue(ctx, attemptKey{}, a))
@@ -306,20 +311,19 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 			w.full()
 		}
 		if a.link != nil {
-			_ = a.link.Conn.Close() // pgx leaves the socket open when an OptionAfterConnect fails
+			_ = a.link.conn.Close() // pgx leaves the socket open when an OptionAfterConnect fails
 		}
 		return nil, err
 	}
 	s.std = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
 	s.pg = s.std.Conn().PgConn()
-	version := s.pg.ParameterStatus("crdb_version")
-	l, ok := s.pg.Conn().(*link)
-	if version == "" || !ok {
+	if s.pg.ParameterStatus("crdb_version") == "" {
 		return s, nil // PostgreSQL, or a pooler that hides CockroachDB
 	}
 	if w = c.attach(); w == nil {
 		return s, nil // closed meanwhile
 	}
+	l := a.link
 	s.link = l
 	s.id = nodeFromPID(s.pg.PID())
 	if w.rule.Load() == ruleAsk {
@@ -330,6 +334,7 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	}
 	s.w = w
 	w.add(s, a)
+	a.lookups = nil // the hooks keep the attempt
 	l.session.Store(s)
 	if l.words.Load() != goodbyeNone { // said in the packet that welcomed us, before there was anybody to tell
 		w.heardGoodbye(s)

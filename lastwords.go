@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"io"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -13,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// link is the plaintext stream of one connection, above TLS (pgx's AfterNetConnect). It hears the server's last words:
+// link is the plaintext stream of one connection, above TLS, between pgx's protocol reader and the connection. It hears the server's last words:
 // which kinds of reply came since the last request, and whether the server said goodbye. That decides whether a
 // statement that met a shutdown was executed.
 //
@@ -22,10 +23,11 @@ import (
 // 57P01, what stands behind it is never executed. So if nothing came before the 57P01, or only messages that Parse, Bind
 // and Describe answer, nothing of the request was executed.
 type link struct {
-	net.Conn
+	r    io.Reader // pgx's, of conn
+	w    io.Writer // pgx's, of conn
+	conn net.Conn
 
 	session atomic.Pointer[session] // set once the server is known to be CockroachDB
-	attempt *attempt                // the dial that made it
 	peeker  *peeker                 // nil where the socket cannot be looked at
 
 	stray  atomic.Bool   // replied, as the request before left it: no ReadyForQuery has been read since
@@ -55,10 +57,7 @@ const (
 // maxErrorBody is how much of an ErrorResponse is kept to recognise the notice. Severity, code and message come first.
 const maxErrorBody = 1024
 
-var _ net.Conn = (*link)(nil)
-
-// NetConn returns the connection under the link, as tls.Conn's method of this name does.
-func (l *link) NetConn() net.Conn { return l.Conn }
+var _ io.ReadWriter = (*link)(nil)
 
 // begin says that a request is about to be written. Replies to earlier ones no longer count.
 func (l *link) begin() {
@@ -88,7 +87,7 @@ func setFlag(b *atomic.Bool) {
 // what the server said before it closed is still there (on Linux even after an RST), and where it is not, the read fails
 // with the peer's close.
 func (l *link) Write(p []byte) (int, error) {
-	n, err := l.Conn.Write(p)
+	n, err := l.w.Write(p)
 	if n > 0 {
 		setFlag(&l.wrote)
 	}
@@ -106,18 +105,15 @@ func peerGone(err error) bool {
 }
 
 func (l *link) Read(p []byte) (int, error) {
-	n, err := l.Conn.Read(p)
+	n, err := l.r.Read(p)
 	l.hear(p[:n])
 	return n, err
 }
 
-// hearOut reads what is left of a connection that the peer has closed and nobody will use again: TLS may have taken the
-// last words from the socket together with the answer before them.
+// hearOut reads what is left of a connection that the peer has closed and nobody will use again: TLS, or pgx's background
+// reader, may have taken the last words from the socket.
 func (l *link) hearOut() {
-	if _, bare := l.Conn.(syscall.Conn); bare {
-		return // what was taken from the socket was heard
-	}
-	_ = l.SetReadDeadline(time.Now().Add(time.Millisecond)) // it does not block, the socket is at its end
+	_ = l.conn.SetReadDeadline(time.Now().Add(time.Millisecond)) // it does not block, the socket is at its end
 	var b [512]byte
 	for {
 		if _, err := l.Read(b[:]); err != nil {

@@ -285,7 +285,7 @@ func TestLinkWrite(t *testing.T) {
 		{name: "closed by ourselves", cockroach: true, err: &net.OpError{Op: "write", Err: net.ErrClosed}},
 		{name: "a deadline", cockroach: true, err: os.ErrDeadlineExceeded},
 	} {
-		l := &link{Conn: failingConn{n: tt.n, err: tt.err}}
+		l := &link{w: failingConn{n: tt.n, err: tt.err}}
 		if tt.cockroach {
 			l.session.Store(&session{})
 		}

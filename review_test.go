@@ -183,9 +183,10 @@ func TestTheLastOfAShareComesHome(t *testing.T) {
 	}
 }
 
-// pgx binds SCRAM to the TLS connection where it gets one. With channel_binding=require it has to.
-func TestChannelBindingGetsTheTLSConnection(t *testing.T) {
-	cc, err := pgx.ParseConfig("host=h user=u sslmode=require channel_binding=require")
+// pgx binds SCRAM to the TLS connection, which has to be what it gets: with anything in its place it would authenticate
+// without, in silence (channel_binding=prefer, the default) or not at all (require).
+func TestPgxKeepsTheTLSConnection(t *testing.T) {
+	cc, err := pgx.ParseConfig("host=h user=u sslmode=require")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -194,15 +195,10 @@ func TestChannelBindingGetsTheTLSConnection(t *testing.T) {
 	defer a.Close()
 	defer b.Close()
 	nc := tls.Client(a, &tls.Config{ServerName: "h"})
-	got, err := cc.AfterNetConnect(t.Context(), &cc.Config, nc)
-	if err != nil || got != net.Conn(nc) {
-		t.Errorf("%T, %v; want the connection itself", got, err)
-	}
-	cc.ChannelBinding = "prefer"
-	if got, err = cc.AfterNetConnect(t.Context(), &cc.Config, nc); err != nil {
-		t.Fatal(err)
-	} else if _, ok := got.(*link); !ok {
-		t.Errorf("%T, want a link", got)
+	at := &attempt{}
+	got, err := cc.AfterNetConnect(context.WithValue(t.Context(), attemptKey{}, at), &cc.Config, nc)
+	if err != nil || got != net.Conn(nc) || at.link == nil {
+		t.Errorf("%T, %v, link %p; want the connection itself, and a link", got, err, at.link)
 	}
 }
 

@@ -569,6 +569,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 		return dial(ctx, network, addr)
 	}
 	a := &attempt{start: time.Now()}
+	a.listen(&cc.Config)
 	// Through pgx's connector, for the sake of an OptionBeforeConnect that fetches a password. What the application does with
 	// a connection of its own, in an OptionAfterConnect, is not for this one.
 	opts := append(slices.Clone(q.by.stdOpts), stdlib.OptionAfterConnect(func(context.Context, *pgx.Conn) error { return nil }))
@@ -576,7 +577,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 	connected = true
 	if err != nil {
 		if a.link != nil {
-			_ = a.link.Conn.Close()
+			_ = a.link.conn.Close()
 		}
 		return nil, err
 	}
@@ -641,7 +642,7 @@ func (s *sideConn) goodbye() nodeID {
 // abort closes the socket, so that nothing of pgx's waits for the server.
 func (s *sideConn) abort() {
 	if s.link != nil {
-		_ = s.link.Conn.Close()
+		_ = s.link.conn.Close()
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
