@@ -167,12 +167,18 @@ func (a *attempt) listen(cc *pgconn.Config) {
 	build, onError := cc.BuildFrontend, cc.OnPgError
 	cc.BuildFrontend = func(r io.Reader, w io.Writer) *pgproto3.Frontend {
 		l := a.link
+		if l == nil { // an OptionBeforeConnect has put its own AfterNetConnect into the place of the driver's
+			return build(r, w)
+		}
 		l.r, l.w = r, w
 		return build(l, l)
 	}
 	cc.OnPgError = func(pc *pgconn.PgConn, e *pgconn.PgError) bool {
 		keep := onError == nil || onError(pc, e)
 		l := a.link
+		if l == nil {
+			return keep
+		}
 		if !isGoodbye(e.Code, e.Message) {
 			l.first = e
 			return keep
@@ -317,13 +323,13 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	}
 	s.std = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
 	s.pg = s.std.Conn().PgConn()
-	if s.pg.ParameterStatus("crdb_version") == "" {
-		return s, nil // PostgreSQL, or a pooler that hides CockroachDB
+	l := a.link
+	if s.pg.ParameterStatus("crdb_version") == "" || l == nil || l.r == nil {
+		return s, nil // PostgreSQL, or a pooler that hides CockroachDB, or hooks that keep the driver from hearing it
 	}
 	if w = c.attach(); w == nil {
 		return s, nil // closed meanwhile
 	}
-	l := a.link
 	s.link = l
 	s.id = nodeFromPID(s.pg.PID())
 	if w.rule.Load() == ruleAsk {

@@ -61,9 +61,7 @@
 // # Limits
 //
 // A transaction that is still open when transactions.timeout is over fails. An autocommit statement whose connection
-// ends without a word (EOF, reset) fails, because it may have run. The driver reads along above TLS, where pgx then cannot
-// bind SCRAM to the channel: with channel_binding=require, which CockroachDB does not offer, the driver stands aside, and
-// with the default, prefer, authentication is by SCRAM-SHA-256 without PLUS. The server facts come from CockroachDB's source and
+// ends without a word (EOF, reset) fails, because it may have run. The server facts come from CockroachDB's source and
 // documentation; the driver is tested on a simulated cluster made from them ([github.com/crdbdrain/crdbdrain/crdbdraintest])
 // and on PostgreSQL.
 package crdbdrain

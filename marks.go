@@ -228,8 +228,21 @@ func (w *watchdog) heardGoodbye(s *session) {
 	if idled := s.idled.Load(); idled != 0 { // a replacement's is that of the session before it
 		before = maxTime(before, clockStart.Add(time.Duration(idled)))
 	}
-	w.note(s.stamp(), sourceErrors, notice{since: t, heard: t, before: before, over: true})
+	// The application's logger is for the worker to call: database/sql may be reading here with a lock of its own held, as
+	// when it deallocates the statements of idle connections.
+	w.mu.Lock()
+	w.untold = append(w.untold, w.noteLocked(s.stamp(), sourceErrors, notice{since: t, heard: t, before: before, over: true})...)
+	w.mu.Unlock()
 	w.poke()
+}
+
+// tellQueued tells what heardGoodbye has left to the worker.
+func (w *watchdog) tellQueued() {
+	w.mu.Lock()
+	events := w.untold
+	w.untold = nil
+	w.mu.Unlock()
+	w.tell(events)
 }
 
 // heardRefusals marks the nodes of addresses that refused a dial because their node drains, where an address is known to
@@ -248,10 +261,17 @@ func (w *watchdog) heardRefusals(a *attempt) {
 
 // note adds one source's notice of one node.
 func (w *watchdog) note(id nodeID, source sourceID, n notice) {
-	if id == 0 {
-		return
-	}
 	w.mu.Lock()
+	events := w.noteLocked(id, source, n)
+	w.mu.Unlock()
+	w.tell(events)
+}
+
+// noteLocked is note with w.mu held.
+func (w *watchdog) noteLocked(id nodeID, source sourceID, n notice) []event {
+	if id == 0 {
+		return nil
+	}
 	said := w.notices[id]
 	if said == nil {
 		said = new([numSources]*notice)
@@ -265,9 +285,7 @@ func (w *watchdog) note(id nodeID, source sourceID, n notice) {
 		}
 	}
 	said[source] = &n
-	events := w.remark(time.Now())
-	w.mu.Unlock()
-	w.tell(events)
+	return w.remark(time.Now())
 }
 
 // event is something to log and count once the lock is released.

@@ -3,12 +3,14 @@ package crdbdrain
 import (
 	"context"
 	"crypto/tls"
+	"io"
 	"net"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/stdlib"
 
 	"github.com/crdbdrain/crdbdrain/crdbdraintest"
@@ -219,5 +221,28 @@ func TestYoungerConnectionsLeaveAtThePace(t *testing.T) {
 	}
 	if v := w.cull(old, m, now, pointReturn); v != gone {
 		t.Errorf("one that was meant: %d, want gone", v)
+	}
+}
+
+// An OptionBeforeConnect may replace what the driver hears the server by. The connection is then pgx's alone.
+func TestHooksReplacedBeforeConnect(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 1})
+	for name, change := range map[string]func(*pgx.ConnConfig){
+		"AfterNetConnect": func(cc *pgx.ConnConfig) { cc.AfterNetConnect = nil },
+		"BuildFrontend": func(cc *pgx.ConnConfig) {
+			cc.BuildFrontend = func(r io.Reader, w io.Writer) *pgproto3.Frontend { return pgproto3.NewFrontend(r, w) }
+		},
+	} {
+		p := open(t, c.DSN(), "crdbdrain_sources=errors", WithStdlibOptions(
+			stdlib.OptionBeforeConnect(func(_ context.Context, cc *pgx.ConnConfig) error { change(cc); return nil })))
+		if err := p.PingContext(t.Context()); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if _, err := p.ExecContext(t.Context(), "no such statement"); err != nil {
+			t.Logf("%s: %v", name, err)
+		}
+		if p.c.watchdog.Load() != nil {
+			t.Errorf("%s: the driver takes it for a connection that it hears", name)
+		}
 	}
 }

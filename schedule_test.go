@@ -127,6 +127,7 @@ type schedule struct {
 	conns     int
 	workers   int
 	pause     time.Duration
+	latency   time.Duration // of a statement
 	params    string
 	observe   bool
 	ttl       bool
@@ -149,6 +150,7 @@ type schedule struct {
 	executed   map[int64]int          // node by statement
 	of         map[int]*scheduledNode // by ID
 	lies       time.Time              // until when some node lied
+	phantoms   time.Time              // until when one listed a node that is not there
 	closed     time.Time              // when db.Close was called
 	drains     int64
 	excused    int64
@@ -193,6 +195,7 @@ func newSchedule(seed uint64) *schedule {
 		conns:    1 + rng.IntN(24),
 		workers:  rng.IntN(13),
 		pause:    ms(10, 150),
+		latency:  ms(0, 40),
 		length:   ms(5000, 25_000),
 		closeAt:  -1,
 	}
@@ -264,7 +267,7 @@ func (s *schedule) run() {
 		lb.Interval = 24 * time.Hour // nobody uses it
 	}
 	s.cluster = crdbdraintest.Start(crdbdraintest.Config{
-		Nodes: s.nodes, Memory: true, Settings: s.settings, Latency: time.Duration(rng.IntN(5)) * time.Millisecond,
+		Nodes: s.nodes, Memory: true, Settings: s.settings,
 		LoadBalancer: lb, Handler: s.execute, OnStep: s.step,
 	})
 	defer s.cluster.Close()
@@ -395,6 +398,13 @@ func (s *schedule) execute(q crdbdraintest.Query) *crdbdraintest.Result {
 	case string:
 		id, _ = strconv.ParseInt(v, 10, 64)
 	}
+	// What it does is done when it begins; its answer may never come.
+	defer func() {
+		select {
+		case <-time.After(s.latency):
+		case <-q.Context().Done():
+		}
+	}()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if first, twice := s.executed[id]; twice {
@@ -534,8 +544,8 @@ func (s *schedule) excuse(start time.Time, node int) string {
 	if node != 0 {
 		return "" // a drain lets a transaction of this length end
 	}
-	for _, n := range s.of {
-		if !n.good.IsZero() && n.good.Add(settling).Before(start) {
+	for id, n := range s.of {
+		if known := s.balanced || id <= s.nodes; known && !n.good.IsZero() && n.good.Add(settling).Before(start) {
 			return ""
 		}
 	}
@@ -729,6 +739,9 @@ func (s *schedule) lie(d time.Duration, kind int) {
 	if until := time.Now().Add(d); until.After(s.lies) {
 		s.lies = until
 	}
+	if until := time.Now().Add(d); kind == 3 && until.After(s.phantoms) {
+		s.phantoms = until
+	}
 	s.mu.Unlock()
 	r := rand.New(rand.NewPCG(s.rng.Uint64(), 1))
 	garbage := r.IntN(4)
@@ -825,11 +838,11 @@ func (s *schedule) onCull(name, reason string) {
 		if m.of[nodeID(id)] != nil {
 			continue
 		}
-		unmarked = true
+		unmarked = unmarked || n.away.IsZero() || !n.removed
 		reachable = reachable || n.away.IsZero() || t.Sub(n.away) < grace
 	}
 	liars := t.Before(s.lies.Add(grace))
-	if !liars && !reachable || liars && !unmarked && m.of[77] != nil {
+	if !liars && !reachable || !unmarked && !t.Before(s.phantoms.Add(grace)) {
 		s.failLocked("a cull, and no unmarked node is reachable")
 	}
 	if over {
@@ -870,7 +883,8 @@ func (s *schedule) atRest(work func(context.Context, int, time.Duration), worker
 	if n := s.cluster.Stats().Accepts - accepts; n > 0 {
 		s.fail("%d dials at rest", n)
 	}
-	if w := s.con.watchdog.Load(); w != nil {
+	// Without load nothing proves that there is somewhere to go, and a mark stays for as long as it has connections.
+	if w := s.con.watchdog.Load(); w != nil && s.restLoad && s.workers > 0 {
 		if m := w.marks.Load(); m != nil {
 			for id, mk := range m.of {
 				if n := s.of[int(id)]; n == nil || !n.removed {
@@ -918,7 +932,9 @@ type scheduleMeters struct {
 	_ []int
 }
 
-func (p scheduleMeters) Meter(string, ...metric.MeterOption) metric.Meter { return scheduleMeter{s: p.s} }
+func (p scheduleMeters) Meter(string, ...metric.MeterOption) metric.Meter {
+	return scheduleMeter{s: p.s}
+}
 
 type scheduleMeter struct {
 	noop.Meter

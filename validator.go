@@ -98,6 +98,9 @@ func (s *session) stamp() nodeID {
 // failed, also by an answer that is an error (a console's), the connection is closed, so that pgx's ping says so at once
 // and does not ask again.
 func (s *session) shouldPing(ctx context.Context, p stdlib.ShouldPingParams) bool {
+	if s.w == nil {
+		return p.IdleDuration > pingAfter // PostgreSQL: the ping is pgx's own
+	}
 	if p.IdleDuration <= pingAfter || s.ping(ctx) {
 		return false
 	}

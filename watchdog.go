@@ -47,6 +47,7 @@ type watchdog struct {
 	addrs   addrBook                        // guarded by mu
 	balance balance                         // guarded by mu
 	pending []pending                       // guarded by mu
+	untold  []event                         // guarded by mu; for the worker to tell
 	sources [numSources]sourceStatus        // guarded by mu
 	mute    bool                            // the worker has no connection of its own; guarded by mu
 	stop    context.CancelFunc              // nil while no worker runs; guarded by mu
@@ -270,6 +271,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 			<-results
 		}
 		p.close()
+		w.tellQueued()
 	}()
 	var sw sweeper
 	var lastPoll time.Time
@@ -279,6 +281,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 		case <-ctx.Done():
 			return
 		case <-w.wake:
+			w.tellQueued()
 			poll.Reset(max(0, minPollGap-time.Since(lastPoll)))
 			continue
 		case <-w.wakes:
