@@ -3,7 +3,6 @@ package crdbdrain
 import (
 	"context"
 	"crypto/tls"
-	"io"
 	"net"
 	"sync/atomic"
 	"testing"
@@ -230,7 +229,7 @@ func TestHooksReplacedBeforeConnect(t *testing.T) {
 	for name, change := range map[string]func(*pgx.ConnConfig){
 		"AfterNetConnect": func(cc *pgx.ConnConfig) { cc.AfterNetConnect = nil },
 		"BuildFrontend": func(cc *pgx.ConnConfig) {
-			cc.BuildFrontend = func(r io.Reader, w io.Writer) *pgproto3.Frontend { return pgproto3.NewFrontend(r, w) }
+			cc.BuildFrontend = pgproto3.NewFrontend
 		},
 	} {
 		p := open(t, c.DSN(), "crdbdrain_sources=errors", WithStdlibOptions(

@@ -530,7 +530,7 @@ func dialSide(ctx context.Context, q question, cfg *config) (*sideConn, error) {
 	for range maxSteer {
 		side, err := dialSideOnce(ctx, q, cfg)
 		if err != nil && kept != nil {
-			return kept, nil //nolint:nilerr // a connection to a marked node is better than none
+			return kept, nil // a connection to a marked node is better than none
 		}
 		if kept != nil {
 			kept.close()
