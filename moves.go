@@ -13,7 +13,7 @@ import (
 const (
 	deadZone    = 0.15             // around the fair share
 	moveWithin  = 15 * time.Second // in which a node that has come back is to get its share
-	minMoveGap  = 10 * time.Millisecond
+	minMoveGap  = 2 * time.Millisecond
 	maxPending  = 4                // replacements that wait for the return of the session they replace
 	pendingKeep = 30 * time.Second // and for how long: the session may be pinned
 	pinnedFor   = 5 * time.Minute  // and is then taken to stay so; others have their turn
@@ -275,7 +275,7 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		var aim []nodeID
 		for id, n := range counts {
 			if lacking(n, share) {
-				missing += int(share) - n
+				missing += int(share) // as if it had none: the last ones come no slower than the first
 				aim = append(aim, id)
 			}
 			surplus = surplus || tooMany(n, share)
@@ -290,7 +290,7 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		if len(hosts) == 0 {
 			dials *= len(counts)
 		}
-		if w.balance.misses > 4*len(counts) {
+		if w.balance.misses > 10*len(counts) {
 			break
 		}
 		return plan{

@@ -93,7 +93,7 @@ var scenarios = []scenario{
 		s.nodes, s.conns, s.drained = 10, 5000, 1
 		s.hosts = true // a load balancer in this process would want 40,000 file descriptors
 		s.workers = 32
-		s.warm, s.steady, s.home = 2*time.Second, 5*time.Second, 20*time.Second
+		s.warm, s.steady, s.home = 2*time.Second, 5*time.Second, 30*time.Second
 		s.apart = true
 	}),
 }
