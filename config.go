@@ -1,9 +1,12 @@
 package crdbdrain
 
 import (
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"net/url"
 	"reflect"
 	"regexp"
@@ -43,6 +46,7 @@ type config struct {
 	cluster          string // crdbdrain_cluster
 	key              string // which cluster this is: its name, or its hosts and routing
 	otelsql          bool
+	roots            *x509.CertPool // the DSN's sslrootcert, for HTTPS; nil: the system's
 }
 
 type mode uint8
@@ -130,18 +134,11 @@ func (c *config) keys() []configKey {
 		{"crdbdrain_rebalance", "on", onOffValue(&c.rebalance)},
 		{"crdbdrain_ttl", "0", durationValue(&c.ttl, "0", "1s", "8760h")},
 		{"crdbdrain_ttl_stagger", "6s", durationValue(&c.ttlStagger, "", "1ms", "24h")},
-		{"crdbdrain_max_connections", "0", intValue(&c.maxConnections, 1<<20)},
+		{"crdbdrain_max_connections", "0", intValue(&c.maxConnections, maxCeiling)},
 		{"crdbdrain_host_order", "", wordValue(&c.hostOrder, "random", "listed")},
 		{"crdbdrain_cluster", "", textValue(&c.cluster, "a name of 1 to 128 printable characters without spaces", 128, notGraphic)},
 		{"crdbdrain_otelsql", "off", onOffValue(&c.otelsql)},
 	}
-}
-
-// notYet are the keys that this version knows but cannot honour, each with whether c asks for it.
-var notYet = map[string]func(c *config) bool{
-	"crdbdrain_feed":            func(c *config) bool { return c.feed != "" },
-	"crdbdrain_feed_token_file": func(c *config) bool { return c.feedTokenFile != "" },
-	"crdbdrain_max_connections": func(c *config) bool { return c.maxConnections > 0 },
 }
 
 var schemeSyntax = regexp.MustCompile(`^[A-Za-z0-9+.-]*$`)
@@ -208,13 +205,23 @@ func newConfig(cc *pgx.ConnConfig) (*config, error) {
 	if err := c.settleSources(); err != nil {
 		return nil, err
 	}
-	for _, k := range keys {
-		if asked := notYet[k.name]; asked != nil && asked(c) {
-			return nil, configErrorf("%s is not in this version", k.name)
+	c.key = c.identity()
+	c.roots = c.rootCAs()
+	return c, nil
+}
+
+// rootCAs returns the certificates of the first host that has some.
+func (c *config) rootCAs() *x509.CertPool {
+	configs := []*tls.Config{c.pgx.TLSConfig}
+	for _, f := range c.pgx.Fallbacks {
+		configs = append(configs, f.TLSConfig)
+	}
+	for _, t := range configs {
+		if t != nil && t.RootCAs != nil {
+			return t.RootCAs
 		}
 	}
-	c.key = c.identity()
-	return c, nil
+	return nil
 }
 
 // parsedByPgx reads the marks that pgx.ParseConfig leaves and without which pgx panics at the first
@@ -300,10 +307,24 @@ func (c *config) settleSources() error {
 			return configErrorf("crdbdrain_sources names %s, but crdbdrain_%[1]s is not set", s.id)
 		}
 	}
-	if c.feedTokenFile != "" && c.feed == "" {
-		return configErrorf("crdbdrain_feed_token_file is set, but crdbdrain_feed is not")
+	if c.feed == "" {
+		if c.feedTokenFile != "" {
+			return configErrorf("crdbdrain_feed_token_file is set, but crdbdrain_feed is not")
+		}
+		return nil
+	}
+	if c.auto { // the feed asks the cluster, so that this process need not
+		c.sources &^= 1<<sourceInstances | 1<<sourceGossip
+	}
+	if u, err := url.Parse(c.feed); c.feedTokenFile != "" && err == nil && u.Scheme == "http" && !isLoopback(u.Hostname()) {
+		return configErrorf("crdbdrain_feed: a token (crdbdrain_feed_token_file) needs https://, or a loopback address")
 	}
 	return nil
+}
+
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
 // identity tells clusters apart: by name, or by hosts and what CockroachDB Cloud's proxy routes by

@@ -246,9 +246,6 @@ func TestC06BadValues(t *testing.T) {
 		{"cluster", "a\u00a0b", cluster},
 		{"cluster", "a\xff", cluster},
 		{"cluster", strings.Repeat("ä", 129), cluster},
-		// Known, but of later versions.
-		{"feed", "https://feed:8443", "crdbdrain_feed is not in this version"},
-		{"max_connections", "100", "crdbdrain_max_connections is not in this version"},
 	} {
 		t.Run(test.key+"="+test.value, func(t *testing.T) {
 			_, err := parseConfig(withKey(test.key, test.value))
@@ -531,7 +528,8 @@ var badDSNs = []string{
 	"postgres://u:hunter2@h/d?crdbdrain_poll_interval=5",
 	"postgres://u:hunter2@h/d?crdbdrain_readiness=http://u:hunter2@n1",
 	"postgres://u:hunter2@h/d?crdbdrain_feed=https://u:hunter2@n1",
-	"postgres://u:hunter2@h/d?crdbdrain_feed=https://hunter2",
+	"postgres://u:hunter2@h/d?crdbdrain_feed=https://hunter2/?hunter2",
+	"postgres://u:hunter2@h/d?crdbdrain_feed=http://hunter2&crdbdrain_feed_token_file=hunter2",
 	"postgres://u:hunter2@h/d?crdbdrain_sources=hunter2",
 	"postgres://u:hunter2@h/d?crdbdrain_mode=hunter2",
 	"postgres://u:hunter2@h/d?sslmode=wrong",

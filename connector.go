@@ -69,10 +69,16 @@ type Connector struct {
 	stdOpts    []stdlib.OptionOpenDB
 
 	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
+	ceiling  atomic.Pointer[ceiling]  // of this connector's cluster, from the first dial on
+	shutting atomic.Bool              // Shutdown has been called: no new connections
+	leaving  atomic.Bool              // and its grace is over: connections that come back are closed
+	returned atomic.Int64             // that came back so
+	registry *watchdogs               // the process's
 	in       atomic.Pointer[instruments]
 	spares   spares
 	ctx      context.Context // ends with the connector; for what it does in the background
 	cancel   context.CancelFunc
+	dialing  atomic.Int64 // dials under way
 	tally    tally
 	closing  sync.WaitGroup // connections being closed in the background
 
@@ -101,7 +107,7 @@ func NewConnector(cc *pgx.ConnConfig, opts ...Option) (*Connector, error) {
 }
 
 func newConnector(cfg *config, opts ...Option) *Connector {
-	c := &Connector{cfg: cfg, log: slog.New(slog.DiscardHandler), provider: otel.GetMeterProvider()}
+	c := &Connector{cfg: cfg, registry: &registry, log: slog.New(slog.DiscardHandler), provider: otel.GetMeterProvider()}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	for _, o := range opts {
 		o(c)
@@ -215,18 +221,43 @@ func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 	if c.cfg.mode == modeOff {
 		return stdlib.GetConnector(*c.cfg.pgx, c.stdOpts...).Connect(ctx)
 	}
-	if s := c.takeSpare(); s != nil {
-		return newConn(s), nil
+	if !c.shutting.Load() {
+		if s := c.takeSpare(); s != nil {
+			return newConn(s), nil
+		}
 	}
-	s, err := c.connect(ctx)
+	s, err := c.connect(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
 	return newConn(s), nil
 }
 
-// connect opens a session by Connect's rules.
-func (c *Connector) connect(ctx context.Context) (*session, error) {
+// connect opens a session by Connect's rules, in the place that another one, which has ended, had under the ceiling, or,
+// without one, in a place of its own.
+func (c *Connector) connect(ctx context.Context, instead *session) (s *session, err error) {
+	if instead == nil || !instead.placed.CompareAndSwap(true, false) {
+		if c.shutting.Load() {
+			return nil, errShutdown
+		}
+		if err := c.enter(); err != nil {
+			return nil, err
+		}
+	}
+	defer func() {
+		if err != nil {
+			c.ceiling.Load().leave()
+		}
+	}()
+	if s, err = c.dialOn(ctx); err != nil {
+		return nil, err
+	}
+	s.placed.Store(true)
+	return s, nil
+}
+
+// dialOn dials until it has a session that is worth having.
+func (c *Connector) dialOn(ctx context.Context) (*session, error) {
 	s, err := c.dial(ctx)
 	for try := 0; err != nil && try < maxRefused && (isRefusal(err) || c.cutByDrain(err)); try++ {
 		wait := min(firstRefusal<<(2*try), lastRefusal)
@@ -242,7 +273,11 @@ func (c *Connector) connect(ctx context.Context) (*session, error) {
 		if s.w == nil || !s.w.shouldSteer(s) {
 			return s, nil
 		}
+		if !c.ceiling.Load().take() { // for a moment there are two
+			return s, nil
+		}
 		other, err := c.dial(ctx)
+		c.ceiling.Load().leave()
 		if err != nil {
 			return s, nil //nolint:nilerr // a connection to a marked node is better than none
 		}
@@ -293,6 +328,8 @@ func sleep(ctx context.Context, d time.Duration) bool {
 
 // dial opens one session through pgx, stamps it and enters it with the watchdog.
 func (c *Connector) dial(ctx context.Context) (*session, error) {
+	c.dialing.Add(1)
+	defer c.dialing.Add(-1)
 	a := &attempt{start: time.Now()}
 	w := c.watchdog.Load()
 	var marked map[string]bool
@@ -438,7 +475,7 @@ func (c *Connector) attach() *watchdog {
 	if w := c.watchdog.Load(); w != nil {
 		return w
 	}
-	w := registry.join(c)
+	w := c.registry.join(c)
 	c.watchdog.Store(w)
 	return w
 }
@@ -471,8 +508,11 @@ func (c *Connector) Close() error {
 	c.mu.Unlock()
 	c.cancel()
 	if w := c.watchdog.Load(); w != nil && first {
-		registry.leave(c, w)
+		c.registry.leave(c, w)
 		c.tendSpares(false, time.Now(), 0)
+	}
+	if first {
+		ceilings.leave(c)
 	}
 	c.closing.Wait()
 	return nil

@@ -18,6 +18,8 @@ type nodeInfo struct {
 	// nothing is culled and no dial is steered. A sticky load balancer does that.
 	stuckUntil atomic.Int64
 	stuckTimes int // in a row; guarded by watchdog.mu
+
+	empty chan struct{} // closed when held becomes empty; made on demand; guarded by watchdog.mu
 }
 
 // notice is what one source says of one node.
@@ -28,6 +30,7 @@ type notice struct {
 	decommissioning bool      // and not draining
 	over            bool      // the server has said goodbye: no time is left
 	epoch           int64     // gossip's, 0 if unknown
+	until           time.Time // when it ends by itself; zero: it does not (manual)
 }
 
 // mark says that a node is about to leave, whatever number of sources say so.
@@ -53,6 +56,7 @@ type marks struct {
 	of     map[nodeID]*mark
 	refuge []*nodeInfo // unmarked nodes that we have had connections to
 	listed time.Time   // until when a source's list of an unmarked live node is good
+	from   time.Time   // the process's turn in its fleet; zero: at once
 }
 
 // somewhereToGo reports whether an unmarked node is known to be reachable: a source lists one as live, or a connection to
@@ -110,10 +114,10 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 	// A younger connection was kept although its node was marked: there was nowhere else. Or the node is back, and the
 	// source will say so. It goes only when there is a replacement in hand.
 	younger := !s.opened.Before(mk.before)
-	if younger && (mk.decommissioning || sp.count.Load() == 0 || t.Sub(s.opened) < 2*w.cfg.pollIntervalDraining) {
+	if younger && (mk.decommissioning || sp.count.Load() == 0 || t.Sub(s.opened) < 2*w.cfg.Load().pollIntervalDraining) {
 		return keep
 	}
-	if !m.somewhereToGo(t, w.cfg.pollInterval) {
+	if !m.somewhereToGo(t, w.cfg.Load().pollInterval) {
 		w.nowhereToGo()
 		return keep
 	}
@@ -122,6 +126,10 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 	}
 	var token token
 	if !mk.over || younger { // what the server has said goodbye on is not paced: it closes the connection now, if we do not
+		if t.Before(m.from) {
+			w.countThrottled(s, point) // it is the turn of the fleet's other processes
+			return wait
+		}
 		gap := w.gap(m, t)
 		inHand := point == pointSweep && s.replacement.Load() != nil
 		if !inHand && w.spared(s, point) && sp.awaits(gap) {
@@ -176,7 +184,7 @@ func (w *watchdog) gap(m *marks, t time.Time) time.Duration {
 			nodes = append(nodes, leaving{int(mk.node.count.Load()), timeLeft(t, mk.since, w.window()), evenly(mk.held, w.window())})
 		}
 	}
-	return gap(w.cfg.cullStagger, nodes)
+	return max(gap(w.cfg.Load().cullStagger, nodes), w.fleetGap())
 }
 
 // shouldSteer reports whether a fresh connection has landed on a draining node, and dialling again may reach another.
@@ -187,7 +195,7 @@ func (w *watchdog) shouldSteer(s *session) bool {
 	}
 	mk := m.of[s.stamp()]
 	return mk != nil && !mk.decommissioning && mk.node.stuckUntil.Load() <= now() &&
-		m.somewhereToGo(time.Now(), w.cfg.pollInterval)
+		m.somewhereToGo(time.Now(), w.cfg.Load().pollInterval)
 }
 
 // keptMarked takes note that a connection had to be kept on a marked node after every attempt to reach another.
@@ -350,6 +358,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 			events = append(events, w.drainOver(d, t, ""))
 		}
 	}
+	events = append(events, w.tellChanged)
 	if len(of) == 0 {
 		if w.marks.Swap(nil) != nil {
 			w.pokeSweep() // for the spares
@@ -358,7 +367,7 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 		return events
 	}
 	w.noticed.Store(now())
-	m := &marks{of: of, listed: w.listed(of)}
+	m := &marks{of: of, listed: w.listed(of), from: w.turn(of, t)}
 	for id, n := range w.nodes {
 		if of[id] == nil && id != 0 {
 			m.refuge = append(m.refuge, n)
@@ -369,6 +378,54 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 	w.pokeSweep()
 	w.pokeMove()
 	return events
+}
+
+// turn returns when the process may begin to leave the nodes: where a feed has told its part of what the fleet may do, one
+// phase after a node is newly marked, of which every process of the fleet has heard at the same moment. w.mu is held.
+func (w *watchdog) turn(of map[nodeID]*mark, t time.Time) (from time.Time) {
+	before := w.marks.Load()
+	if before != nil {
+		from = before.from
+	}
+	f := w.fleet.Load()
+	if f == nil {
+		return time.Time{}
+	}
+	for id := range of {
+		if before == nil || before.of[id] == nil {
+			return t.Add(f.phase)
+		}
+	}
+	return from
+}
+
+// watchChanges and unwatch enter and take out a channel that is told, without waiting, when the marks or a source's answer
+// change.
+func (w *watchdog) watchChanges(ch chan struct{}) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.changed == nil {
+		w.changed = make(map[chan struct{}]struct{})
+	}
+	w.changed[ch] = struct{}{}
+}
+
+func (w *watchdog) unwatchChanges(ch chan struct{}) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.changed, ch)
+}
+
+// tellChanged is an event.
+func (w *watchdog) tellChanged() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for ch := range w.changed {
+		select {
+		case ch <- struct{}{}:
+		default:
+		}
+	}
 }
 
 // older counts the connections that have to leave because of the mark. w.mu is held.
@@ -399,10 +456,10 @@ func (w *watchdog) listed(of map[nodeID]*mark) (until time.Time) {
 	for id := range w.sources {
 		s := &w.sources[id]
 		for node, state := range s.nodes {
-			if of[node] != nil || !state.live || sourceID(id) == sourceInstances && w.nodes[node] == nil {
+			if of[node] != nil || !state.live || sourceID(id).listsOthers() && w.nodes[node] == nil {
 				continue
 			}
-			if good := s.answered.Add(w.keep()); good.After(until) {
+			if good := s.answered.Add(w.keepOf(sourceID(id))); good.After(until) {
 				until = good
 			}
 		}
@@ -423,8 +480,15 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 	for id, said := range w.notices {
 		// A node that says that it is ready, or is listed as not draining, has restarted since it said goodbye. (Not so in
 		// gossip, where it only drains at the very end.)
-		if n := said[sourceErrors]; n != nil && source != sourceGossip && nodes[id].live && n.heard.Before(asked) {
+		back := said[source] != nil && !nodes[id].leaving() && nodes[id].live
+		refutes := source == sourceReadiness || source == sourceInstances || source == sourceFeed && back
+		if n := said[sourceErrors]; n != nil && refutes && nodes[id].live && n.heard.Before(asked) {
 			said[sourceErrors] = nil
+			changed = true
+		}
+		// The drain for which somebody has marked the node by hand has been seen, and is over.
+		if n := said[sourceManual]; n != nil && back && source != sourceGossip && !said[source].since.Before(n.since) {
+			said[sourceManual] = nil
 			changed = true
 		}
 		if said[source] != nil && !nodes[id].leaving() {
@@ -467,19 +531,29 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 	return w.remark(t)
 }
 
+// listsOthers reports whether the source's list may have nodes that are of no use to us: system.sql_instances keeps rows
+// for instances to come, and a feed can be mistaken.
+func (id sourceID) listsOthers() bool { return id == sourceInstances || id == sourceFeed }
+
 // expire drops what has outlived its evidence: the last answer of a source that has failed for three intervals, and the
 // server's own words after errorsKeep, once no connection of that time is left. w.mu is held.
 func (w *watchdog) expire(t time.Time) []event {
 	changed := false
 	for id := range w.sources {
 		s := &w.sources[id]
-		if s.nodes == nil || t.Sub(s.answered) <= w.keep() {
+		if s.nodes == nil || t.Sub(s.answered) <= w.keepOf(sourceID(id)) {
 			continue
 		}
 		s.nodes = nil
 		for _, said := range w.notices {
 			changed = changed || said[id] != nil
 			said[id] = nil
+		}
+	}
+	for _, said := range w.notices {
+		if n := said[sourceManual]; n != nil && !n.until.IsZero() && t.After(n.until) {
+			said[sourceManual] = nil
+			changed = true
 		}
 	}
 	for id, said := range w.notices {
@@ -489,7 +563,7 @@ func (w *watchdog) expire(t time.Time) []event {
 		}
 	}
 	for id, n := range w.nodes { // IDs are never used again: forget the nodes of yesterday
-		if len(n.held) == 0 && w.notices[id] == nil && now()-n.seen.Load() > int64(errorsKeep) {
+		if len(n.held) == 0 && n.empty == nil && w.notices[id] == nil && now()-n.seen.Load() > int64(errorsKeep) {
 			delete(w.nodes, id)
 		}
 	}
@@ -516,6 +590,9 @@ func (w *watchdog) cameBack(s *session) (events []event) {
 	if n := said[sourceErrors]; n != nil && s.opened.After(n.heard) {
 		if known, listed := w.sources[sourceGossip].nodes[id]; listed && n.over {
 			w.cleared[id] = known.epoch // gossip has yet to hear of that drain
+		}
+		if m := said[sourceManual]; m != nil && n.over && !n.heard.Before(m.since) {
+			said[sourceManual] = nil // the drain it was made for is over
 		}
 		said[sourceErrors] = nil
 		changed = true

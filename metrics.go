@@ -103,8 +103,13 @@ type instruments struct {
 	throttledBy [numPoints]metric.MeasurementOption
 	rerunBy     [numRerunKinds]metric.MeasurementOption
 
+	rejected metric.Int64Counter
+	feed     feedInstruments
+
 	mu        sync.Mutex
-	watchdogs map[*watchdog]struct{} // guarded by mu; what the observable instruments report
+	watchdogs map[*watchdog]struct{}    // guarded by mu; what the observable instruments report
+	ceilings  map[*ceiling]struct{}     // guarded by mu; those with a limit
+	feeds     map[*FeedHandler]struct{} // guarded by mu
 }
 
 // all is the instruments of the process, one set for each meter provider.
@@ -135,7 +140,7 @@ func instrumentsFor(p metric.MeterProvider) *instruments {
 // newInstruments makes the instruments, and reports every counter as zero. An error of the API leaves a no-op instrument.
 func newInstruments(p metric.MeterProvider) *instruments {
 	m := p.Meter(scope)
-	in := &instruments{watchdogs: make(map[*watchdog]struct{})}
+	in := &instruments{watchdogs: make(map[*watchdog]struct{}), ceilings: make(map[*ceiling]struct{}), feeds: make(map[*FeedHandler]struct{})}
 	counter := func(name, unit, description string) metric.Int64Counter {
 		c, _ := m.Int64Counter(name, metric.WithUnit(unit), metric.WithDescription(description))
 		return c
@@ -150,6 +155,7 @@ func newInstruments(p metric.MeterProvider) *instruments {
 	in.rerun = counter("crdbdrain.statement.rerun", "{statement}", "Requests run again that the server provably did not execute.")
 	in.refused = counter("crdbdrain.dial.refused", "{dial}", "Dials that the server refused.")
 	in.steered = counter("crdbdrain.dial.steered", "{dial}", "Dials made again because the connection landed on a draining node.")
+	in.rejected = counter("crdbdrain.connection.rejected", "{connection}", "Connections that the ceiling refused (crdbdrain_max_connections).")
 	in.poll = seconds("crdbdrain.poll.duration", "Duration of one poll of a source.", .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
 	in.drain = seconds("crdbdrain.drain.duration", "From the first notice of a drain to the last connection gone.", .01, .1, .5, 1, 2.5, 5, 10, 30, 60, 300, 900)
 
@@ -179,21 +185,48 @@ func newInstruments(p metric.MeterProvider) *instruments {
 		in.refused.Add(ctx, 0, metric.WithAttributes(attribute.String("sqlstate", state)))
 	}
 	in.steered.Add(ctx, 0)
+	in.feed.make(m, counter, seconds)
 
 	nodes, _ := m.Int64ObservableGauge("crdbdrain.node.count", metric.WithUnit("{node}"), metric.WithDescription("Nodes known, by state."))
 	conns, _ := m.Int64ObservableUpDownCounter("crdbdrain.connection.count", metric.WithUnit("{connection}"), metric.WithDescription("Connections held, by the state of their node."))
 	perNode, _ := m.Int64ObservableGauge("crdbdrain.connection.node", metric.WithUnit("{connection}"), metric.WithDescription("Connections held, by node ID (WithNodeMetric)."))
 	state, _ := m.Int64ObservableGauge("crdbdrain.source.state", metric.WithDescription("1 ok, 0 off, -1 failing, -2 denied."))
 	spare, _ := m.Int64ObservableGauge("crdbdrain.spare.count", metric.WithUnit("{connection}"), metric.WithDescription("Replacements dialled ahead and not yet used."))
+	dials, _ := m.Int64ObservableGauge("crdbdrain.dial.count", metric.WithUnit("{dial}"), metric.WithDescription("Dials under way."))
+	limit, _ := m.Int64ObservableGauge("crdbdrain.connection.limit", metric.WithUnit("{connection}"), metric.WithDescription("The ceiling (crdbdrain_max_connections)."))
+	usage, _ := m.Int64ObservableGauge("crdbdrain.connection.limit.usage", metric.WithUnit("{connection}"), metric.WithDescription("Connections under the ceiling, from their dial on."))
 	_, _ = m.RegisterCallback(func(_ context.Context, o metric.Observer) error {
 		in.mu.Lock()
 		defer in.mu.Unlock()
 		for w := range in.watchdogs {
-			w.observe(o, nodes, conns, perNode, state, spare)
+			w.observe(o, nodes, conns, perNode, state, spare, dials)
 		}
+		for l := range in.ceilings {
+			with := metric.WithAttributeSet(l.attributes)
+			o.ObserveInt64(limit, l.limit.Load(), with)
+			o.ObserveInt64(usage, l.used.Load(), with)
+		}
+		in.feed.observe(o, in.feeds)
 		return nil
-	}, nodes, conns, perNode, state, spare)
+	}, nodes, conns, perNode, state, spare, dials, limit, usage, in.feed.clients)
 	return in
+}
+
+// watchCeiling makes the gauges report a ceiling, and the counter of its refusals start at zero.
+func (in *instruments) watchCeiling(l *ceiling) {
+	in.mu.Lock()
+	_, known := in.ceilings[l]
+	in.ceilings[l] = struct{}{}
+	in.mu.Unlock()
+	if !known {
+		in.rejected.Add(context.Background(), 0, metric.WithAttributeSet(l.attributes))
+	}
+}
+
+func (in *instruments) unwatchCeiling(l *ceiling) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	delete(in.ceilings, l)
 }
 
 func (in *instruments) watch(w *watchdog) {
@@ -219,8 +252,8 @@ func (c *config) label() string {
 }
 
 // observe reports what the watchdog knows.
-func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observable, perNode, state, spare metric.Int64Observable) {
-	cluster := attribute.String("crdbdrain.cluster", w.cfg.label())
+func (w *watchdog) observe(o metric.Observer, nodes, conns, perNode, state, spare, dials metric.Int64Observable) {
+	cluster := attribute.String("crdbdrain.cluster", w.cfg.Load().label())
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	of := map[nodeID]*mark{}
@@ -233,12 +266,14 @@ func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observabl
 	}
 	var held struct{ active, draining, unknown int64 }
 	perNodeWanted := false
-	spares := int64(0)
+	spares, dialing := int64(0), int64(0)
 	for _, m := range w.members {
 		perNodeWanted = perNodeWanted || m.nodeMetric
 		spares += int64(m.spares.count.Load())
+		dialing += m.dialing.Load()
 	}
 	o.ObserveInt64(spare, spares, metric.WithAttributes(cluster))
+	o.ObserveInt64(dials, dialing, metric.WithAttributes(cluster))
 	for id, n := range w.nodes {
 		count := int64(len(n.held))
 		switch {
@@ -284,7 +319,7 @@ func (w *watchdog) observe(o metric.Observer, nodes, conns metric.Int64Observabl
 	conn(held.active, "active")
 	conn(held.draining, "draining")
 	conn(held.unknown, "unknown")
-	for _, id := range []sourceID{sourceInstances, sourceGossip, sourceReadiness} {
+	for _, id := range []sourceID{sourceInstances, sourceGossip, sourceReadiness, sourceFeed} {
 		o.ObserveInt64(state, int64(w.sources[id].state), metric.WithAttributes(cluster, attribute.String("source", id.String())))
 	}
 	o.ObserveInt64(state, int64(sourceOK), metric.WithAttributes(cluster, attribute.String("source", sourceErrors.String())))
@@ -341,8 +376,8 @@ func stateClass(state string) string {
 }
 
 func (w *watchdog) countPoll(a answer) {
-	if a.off != "" {
-		return
+	if a.off != "" || a.source == sourceFeed && a.err == nil {
+		return // nothing was asked, or a feed has answered when it had news
 	}
 	kind := ""
 	if a.err != nil {

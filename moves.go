@@ -23,14 +23,20 @@ const (
 // balance is the state of the way home. It is guarded by watchdog.mu.
 type balance struct {
 	active bool
-	joined []nodeID // that a source has begun to list
-	misses int      // dials in a row that were of no use: landed where there are enough, say
+	from   time.Time // the fleet's share of moves begins
+	joined []nodeID  // that a source has begun to list
+	misses int       // dials in a row that were of no use: landed where there are enough, say
 }
+
+func (c *Connector) rebalances() bool { return c.cfg.rebalance && c.cfg.mode == modeOn }
 
 // returned starts the way home: a node is there that was not, or was marked. w.mu is held.
 func (w *watchdog) returned(id nodeID) {
-	if w.cfg.rebalance && w.cfg.mode == modeOn {
-		w.balance = balance{active: true, joined: append(w.balance.joined, id)}
+	if slices.ContainsFunc(w.members, (*Connector).rebalances) {
+		w.balance = balance{active: true, joined: append(w.balance.joined, id), from: w.balance.from}
+		if f := w.fleet.Load(); f != nil && w.balance.from.IsZero() {
+			w.balance.from = time.Now().Add(f.phase) // every process of the fleet has just heard of it
+		}
 		w.pokeMove()
 	}
 }
@@ -65,19 +71,19 @@ func (mv *mover) step(w *watchdog, t time.Time) (next time.Duration) {
 		again(t.Add(time.Second))
 	}
 	ready := waiting < maxPending && w.marks.Load() == nil
-	if w.cfg.ttl > 0 && w.cfg.mode == modeOn {
+	if stagger := w.cfg.Load().ttlStagger; w.hasTTL() {
 		if ready && !t.Before(mv.ttlNext) {
 			if victim := w.oldest(t); victim != nil {
-				mv.ttlNext = t.Add(w.cfg.ttlStagger)
+				mv.ttlNext = t.Add(max(stagger, w.fleetGap()))
 				w.move(victim.connector, nil, victim, 1)
 			}
 		}
-		again(maxTime(mv.ttlNext, t.Add(min(w.cfg.ttlStagger, time.Second))))
+		again(maxTime(mv.ttlNext, t.Add(min(stagger, time.Second))))
 	}
 	if t.Before(mv.homeNext) {
 		again(mv.homeNext)
 	} else if p, ok := w.plan(); ok {
-		if ready {
+		if ready && p.c != nil {
 			w.move(p.c, p.hosts, nil, p.atOnce)
 		}
 		mv.homeNext = t.Add(p.gap)
@@ -135,7 +141,7 @@ func (w *watchdog) move(c *Connector, hosts map[string]bool, victim *session, at
 		defer w.moving.Add(-1)
 		ctx, cancel := context.WithTimeout(context.WithValue(c.ctx, preferKey{}, hosts), moveDial)
 		defer cancel()
-		r, err := c.connect(ctx)
+		r, err := c.connect(ctx, nil)
 		if err != nil {
 			w.missed()
 			return
@@ -183,13 +189,25 @@ func (s *session) movable() bool {
 	return s.state.Load() != sessionGone && !s.reserve.Load() && s.replacement.Load() == nil && s.heldUntil.Load() <= now()
 }
 
+// ttl returns how long the connector keeps a connection; 0: as long as it lasts.
+func (c *Connector) ttl() time.Duration {
+	if c.cfg.mode != modeOn {
+		return 0
+	}
+	return c.cfg.ttl
+}
+
+func (w *watchdog) hasTTL() bool {
+	return slices.ContainsFunc(w.connectors(), func(c *Connector) bool { return c.ttl() > 0 })
+}
+
 // oldest returns the session that is longest past its TTL.
 func (w *watchdog) oldest(t time.Time) (victim *session) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, n := range w.nodes {
 		for s := range n.held {
-			if s.movable() && t.Sub(s.opened) > w.cfg.ttl+s.jitter &&
+			if ttl := s.connector.ttl(); ttl > 0 && s.movable() && t.Sub(s.opened) > ttl+s.jitter &&
 				(victim == nil || s.opened.Before(victim.opened)) {
 				victim = s
 			}
@@ -199,6 +217,7 @@ func (w *watchdog) oldest(t time.Time) (victim *session) {
 }
 
 // plan is a move that would help: a session of c should go to one of hosts, where there are several to choose from.
+// Without c there is nothing to do for now.
 type plan struct {
 	c     *Connector
 	hosts map[string]bool
@@ -207,37 +226,46 @@ type plan struct {
 	atOnce int32 // dials
 }
 
-// shares counts the connector's sessions by node, among the nodes that can have some. w.mu is held.
-func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
-	counts = make(map[nodeID]int)
-	total := 0
+// heldBy counts each connector's sessions by node. w.mu is held.
+func (w *watchdog) heldBy() map[*Connector]map[nodeID]int {
+	held := make(map[*Connector]map[nodeID]int, len(w.members))
+	for _, c := range w.members {
+		held[c] = make(map[nodeID]int)
+	}
 	alone := len(w.members) == 1 // the usual: there is nothing to tell apart, but for the few in reserve
 	for id, n := range w.nodes {
-		if id == 0 {
-			continue
+		switch {
+		case id == 0:
+		case alone && len(n.held) > 0:
+			held[w.members[0]][id] = len(n.held)
+		case !alone:
+			for s := range n.held {
+				if counts := held[s.connector]; counts != nil && s.stamp() == id && s.state.Load() != sessionGone && !s.reserve.Load() {
+					counts[id]++
+				}
+			}
 		}
-		if now()-n.seen.Load() < int64(errorsKeep) {
+	}
+	return held
+}
+
+// shares adds to a connector's sessions by node the nodes that can have some and have none. w.mu is held.
+func (w *watchdog) shares(held map[nodeID]int) (counts map[nodeID]int, share float64) {
+	counts = held
+	total := 0
+	for _, n := range held {
+		total += n
+	}
+	for id, n := range w.nodes {
+		if id != 0 && now()-n.seen.Load() < int64(errorsKeep) {
 			counts[id] += 0
-		}
-		if alone {
-			if len(n.held) > 0 {
-				counts[id] += len(n.held)
-				total += len(n.held)
-			}
-			continue
-		}
-		for s := range n.held {
-			if s.connector == c && s.stamp() == id && s.state.Load() != sessionGone && !s.reserve.Load() {
-				counts[id]++
-				total++
-			}
 		}
 	}
 	listed := false
 	for id := range w.sources {
 		for node, state := range w.sources[id].nodes {
-			// system.sql_instances keeps rows for instances to come: an ID that we never reached counts only when it is new.
-			if state.live && !state.leaving() && (sourceID(id) != sourceInstances || w.nodes[node] != nil || slices.Contains(w.balance.joined, node)) {
+			// An ID that we never reached counts only when it is new.
+			if state.live && !state.leaving() && (!sourceID(id).listsOthers() || w.nodes[node] != nil || slices.Contains(w.balance.joined, node)) {
 				counts[node] += 0
 			}
 			listed = true
@@ -251,13 +279,12 @@ func (w *watchdog) shares(c *Connector) (counts map[nodeID]int, share float64) {
 	return counts, float64(total) / float64(max(len(counts), 1))
 }
 
-// lacking reports whether a node has too few, by more than the dead zone: that alone is a reason to move.
-func lacking(count int, share float64) bool {
-	return float64(count) < share*(1-deadZone) && share-float64(count) >= 1
+// helps reports whether a session should go from a node that has from of them to one that has to: one of the two is out of
+// the dead zone around the share, the other on the other side of it, and afterwards they differ by less.
+func helps(from, to int, share float64) bool {
+	few, many := float64(to), float64(from)
+	return from-to >= 2 && few < share && many > share && (few < share*(1-deadZone) || many > share*(1+deadZone))
 }
-
-// tooMany reports whether a node can give one up and still have its share.
-func tooMany(count int, share float64) bool { return float64(count)-share >= 1 }
 
 // plan looks for a move that would help.
 func (w *watchdog) plan() (p plan, ok bool) {
@@ -269,18 +296,28 @@ func (w *watchdog) plan() (p plan, ok bool) {
 	if !w.balance.active || w.rule.Load() == ruleUnknown || w.rule.Load() == ruleOff {
 		return p, false
 	}
+	if early := time.Until(w.balance.from); early > 0 {
+		return plan{gap: early}, true // the turn of others
+	}
+	held := w.heldBy()
 	for _, c := range w.members {
-		counts, share := w.shares(c)
-		missing, surplus := 0, false
+		if !c.rebalances() {
+			continue
+		}
+		counts, share := w.shares(held[c])
+		most := 0
+		for _, n := range counts {
+			most = max(most, n)
+		}
+		missing := 0
 		var aim []nodeID
 		for id, n := range counts {
-			if lacking(n, share) {
-				missing += int(share) // as if it had none: the last ones come no slower than the first
+			if helps(most, n, share) {
+				missing += max(int(share), 1) // as if it had none: the last ones come no slower than the first
 				aim = append(aim, id)
 			}
-			surplus = surplus || tooMany(n, share)
 		}
-		if missing == 0 || !surplus {
+		if missing == 0 {
 			continue
 		}
 		// Through a load balancer only every so-manieth dial lands where it should. Where none does, for long, moving on
@@ -295,7 +332,7 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		}
 		return plan{
 			c: c, hosts: hosts,
-			gap:    min(w.cfg.cullStagger, max(moveWithin/time.Duration(dials), minMoveGap)),
+			gap:    max(min(w.cfg.Load().cullStagger, max(moveWithin/time.Duration(dials), minMoveGap)), w.fleetGap()),
 			atOnce: int32(min(max(missing/10, 1), 8)),
 		}, true
 	}
@@ -312,28 +349,34 @@ func (w *watchdog) surplus(c *Connector, r *session) (victim *session) {
 			w.balance.misses = 0
 		}
 	}()
-	counts, share := w.shares(c)
+	held := w.heldBy()[c]
+	if held == nil {
+		return nil // closed
+	}
+	counts, share := w.shares(held)
 	id := r.stamp()
 	if id != 0 && len(w.members) == 1 { // r itself has been counted: it is to take a place, not to make one
 		counts[id]--
 		share -= 1 / float64(len(counts))
 	}
-	if id == 0 || w.marks.Load() != nil || !lacking(counts[id], share) {
+	if id == 0 || w.marks.Load() != nil {
 		return nil
 	}
-	for id, n := range w.nodes {
-		if !tooMany(counts[id], share) {
+	most, idle := 0, false
+	for from, n := range w.nodes {
+		if counts[from] < most || !helps(counts[from], counts[id], share) {
 			continue
 		}
 		for s := range n.held {
-			if s == r || s.connector != c || s.stamp() != id || !s.movable() {
+			if s == r || s.connector != c || s.stamp() != from || !s.movable() {
 				continue
 			}
-			idle := s.state.Load() == sessionIdle
-			if idle {
-				return s
+			if now := s.state.Load() == sessionIdle; victim == nil || counts[from] > most || now && !idle {
+				victim, most, idle = s, counts[from], now
 			}
-			victim = s
+			if idle {
+				break
+			}
 		}
 	}
 	return victim

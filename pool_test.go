@@ -108,8 +108,8 @@ func (p *pool) refuge(t testing.TB, c *crdbdraintest.Cluster) {
 		t.Fatal(err)
 	}
 	defer dc.Close()
-	if n := c.Node(2).Stats().Open; n != 1 {
-		t.Fatalf("%d connections on node 2", n)
+	if id := dc.(*conn).s.id; id != 2 {
+		t.Fatalf("a connection to node %d", id)
 	}
 }
 
@@ -556,7 +556,7 @@ func TestReplacementInHandLeavesAMarkedNode(t *testing.T) {
 	w := p.dog(t)
 	var victim *session
 	_ = pinned.Raw(func(dc any) error { victim = dc.(*conn).s; return nil })
-	r, err := p.c.connect(t.Context())
+	r, err := p.c.connect(t.Context(), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -743,13 +743,14 @@ func paperPool(t testing.TB, params string, n int, nodes ...nodeID) (*pool, *wat
 		t.Fatal(err)
 	}
 	w := &watchdog{
-		cfg: c.cfg, log: c.log,
+		log: c.log, members: []*Connector{c}, stop: func() {},
 		wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1),
 		nodes:   make(map[nodeID]*nodeInfo),
 		notices: make(map[nodeID]*[numSources]*notice),
 		drains:  make(map[nodeID]*drain),
 		cleared: make(map[nodeID]int64),
 	}
+	w.cfg.Store(c.cfg)
 	w.rule.Store(ruleHolds)
 	conns := make([]*session, n)
 	for i := range conns {

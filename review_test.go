@@ -116,18 +116,21 @@ func TestTheRuleAfterAPassingError(t *testing.T) {
 	}
 	cn.cfg.pgx = cfg.pgx
 	hook(cn.cfg.pgx)
-	p := &poller{w: w}
+	p := newPoller(w)
 	defer p.close()
 	ended, cancel := context.WithCancel(t.Context())
-	q := question{rule: ruleUnknown, by: cn}
-	if p.side, err = dialSide(t.Context(), q, w.cfg); err != nil {
+	q := question{rule: ruleUnknown, cfg: w.cfg.Load()}
+	side, err := dialSide(t.Context(), q, cn)
+	if err != nil {
 		t.Fatal(err)
 	}
+	p.sides[cn.role()] = side
 	cancel()
-	if r := p.askSQL(ended, q, nil); r.rule != ruleUnknown || p.side == nil || p.side.pg.IsClosed() {
+	var r pollResult
+	if p.askSQL(ended, q, asking{by: cn}, &r); r.rule != ruleUnknown || p.sides[cn.role()] == nil || side.pg.IsClosed() {
 		t.Fatalf("the first time: %+v", r)
 	}
-	if r := p.askSQL(t.Context(), q, nil); r.rule != ruleHolds {
+	if p.askSQL(t.Context(), q, asking{by: cn}, &r); r.rule != ruleHolds {
 		t.Errorf("the second time: rule %d, want %d", r.rule, ruleHolds)
 	}
 }

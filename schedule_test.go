@@ -834,7 +834,7 @@ func (s *schedule) onCull(name, reason string) {
 		return // withdrawn at this moment
 	}
 	over, unmarked, reachable := false, false, false
-	grace := w.keep() + w.cfg.pollTimeout + s.gossipLag + time.Second
+	grace := w.keep() + w.cfg.Load().pollTimeout + s.gossipLag + time.Second
 	for _, mk := range m.of {
 		over = over || mk.over
 	}

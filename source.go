@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"slices"
@@ -44,11 +45,22 @@ type sourceStatus struct {
 	answered time.Time
 	due      time.Time // not to be asked before
 	failures int       // in a row
+
+	denied map[role]time.Time // by role, when it may be asked again: the grant may have come
 }
+
+// role is what the server's answer to a question depends on.
+type role struct {
+	user            string
+	unsafeInternals bool
+}
+
+func (c *Connector) role() role { return role{c.cfg.pgx.User, c.cfg.unsafeInternals} }
 
 // answer is what one poll of one source came to: nodes, or an error, or off, when the server's version has no such source.
 type answer struct {
 	source sourceID
+	role   role // that asked
 	nodes  map[nodeID]nodeState
 	err    error
 	off    string
@@ -58,21 +70,29 @@ type answer struct {
 
 // question is what a poll is to ask.
 type question struct {
-	due   sourceSet
-	rule  uint32     // the stamp's, as far as it is known
-	by    *Connector // whose role asks
-	marks *marks
+	readiness bool
+	sql       []asking // by role
+	rule      uint32   // the stamp's, as far as it is known
+	marks     *marks
+	cfg       *config // the watchdog's
+	roles     map[role]struct{}
+}
+
+// asking is the SQL sources that one connector's role is to ask; none where only the stamp's rule is in question.
+type asking struct {
+	by  *Connector
+	due []sourceID
 }
 
 // pollResult is what it came to.
 type pollResult struct {
 	answers []answer
 	rule    uint32
-	goodbye nodeID        // the node whose goodbye the watchdog's own connection met
-	before  time.Time     // when that connection had last been answered: the goodbye is of a later time
-	onNode  nodeID        // the node that the watchdog's own connection is on, unless it has just tried in vain to leave it
-	window  time.Duration // what the server's settings leave; -1 if they were not asked for or not told
-	err     error         // why the watchdog has no connection of its own
+	goodbye nodeID         // the node whose goodbye the watchdog's own connection met
+	before  time.Time      // when that connection had last been answered: the goodbye is of a later time
+	onNode  nodeID         // the node that the watchdog's own connection is on, unless it has just tried in vain to leave it
+	window  time.Duration  // what the server's settings leave; 0 if they were not asked for or not told
+	errs    map[role]error // why the watchdog has no connection of its own
 }
 
 // The statements of the watchdog. They are constants, select only what is used, and are sent with the simple protocol.
@@ -112,43 +132,100 @@ func (c *config) enabled() sourceSet {
 	return polled
 }
 
-// ask says what is to be asked at t.
+// ask says what is to be asked at t, and by whom: where one role is denied a source, another that is not asks.
 func (w *watchdog) ask(t time.Time) question {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	q := question{rule: w.rule.Load(), marks: w.marks.Load()}
-	if len(w.members) > 0 {
-		q.by = w.members[0]
+	cfg := w.cfg.Load()
+	q := question{rule: w.rule.Load(), marks: w.marks.Load(), cfg: cfg, roles: make(map[role]struct{})}
+	for _, m := range w.members {
+		q.roles[m.role()] = struct{}{}
 	}
-	enabled := w.cfg.enabled()
-	for id := range numSources {
-		if enabled.has(id) && !t.Before(w.sources[id].due) {
-			q.due |= 1 << id
+	enabled := cfg.enabled()
+	q.readiness = enabled.has(sourceReadiness) && !t.Before(w.sources[sourceReadiness].due)
+	for _, id := range []sourceID{sourceInstances, sourceGossip} {
+		s := &w.sources[id]
+		if !enabled.has(id) || t.Before(s.due) {
+			continue
 		}
+		if by := w.whoAsks(t, func(r role) bool { return !t.Before(s.denied[r]) }); by != nil {
+			i := slices.IndexFunc(q.sql, func(a asking) bool { return a.by == by })
+			if i < 0 {
+				i = len(q.sql)
+				q.sql = append(q.sql, asking{by: by})
+			}
+			q.sql[i].due = append(q.sql[i].due, id)
+		}
+	}
+	if by := w.whoAsks(t, func(role) bool { return true }); q.rule == ruleUnknown && len(q.sql) == 0 && by != nil {
+		q.sql = append(q.sql, asking{by: by})
 	}
 	return q
 }
+
+// whoAsks returns the first member whose role may ask, rather one that could connect lately. w.mu is held.
+func (w *watchdog) whoAsks(t time.Time, may func(role) bool) (by *Connector) {
+	for _, m := range w.members {
+		if r := m.role(); may(r) {
+			if !t.Before(w.barred[r]) {
+				return m
+			}
+			if by == nil {
+				by = m
+			}
+		}
+	}
+	return by
+}
+
+// anotherMay reports whether a member's role has yet to be asked, or may be asked again. w.mu is held.
+func (w *watchdog) anotherMay(s *sourceStatus, t time.Time) bool {
+	return slices.ContainsFunc(w.members, func(m *Connector) bool { return !t.Before(s.denied[m.role()]) })
+}
+
+// forgetRoles drops what is known of roles that no member has any more. w.mu is held.
+func (w *watchdog) forgetRoles() {
+	gone := func(r role, _ time.Time) bool {
+		return !slices.ContainsFunc(w.members, func(m *Connector) bool { return m.role() == r })
+	}
+	maps.DeleteFunc(w.barred, gone)
+	for id := range w.sources {
+		maps.DeleteFunc(w.sources[id].denied, gone)
+	}
+}
+
+// barFor is how long a role that could not connect comes after the others.
+const barFor = time.Minute
 
 // take takes a poll's result over. It reports whether to poll again at once.
 func (w *watchdog) take(r pollResult) (again bool) {
 	t := time.Now()
 	var events []event
+	another := false
 	w.mu.Lock()
 	if r.rule != ruleUnknown && w.rule.CompareAndSwap(ruleUnknown, r.rule) {
 		rule := r.rule
 		events = append(events, func() { w.logRule(rule) })
 		events = append(events, w.remark(t)...)
 	}
-	if failing := r.err != nil && len(r.answers) == 0; failing != w.mute {
+	var failed error
+	for by, err := range r.errs {
+		failed = err
+		if w.barred == nil {
+			w.barred = make(map[role]time.Time)
+		}
+		w.barred[by] = t.Add(barFor)
+	}
+	if failing := failed != nil && len(r.answers) == 0; failing != w.mute {
 		w.mute = failing
-		if err := r.err; failing {
+		if failing {
 			events = append(events, func() {
-				w.log.Warn("crdbdrain: the watchdog cannot connect; which node a connection is on stays unknown", "error", redact(err))
+				w.log.Warn("crdbdrain: the watchdog cannot connect; which node a connection is on stays unknown", "error", redact(failed))
 			})
 		}
 	}
-	if r.window >= 0 {
-		w.learned.Store(int64(max(r.window, minWindow)))
+	if r.window > 0 {
+		w.learned.Store(int64(r.window))
 	}
 	for _, a := range r.answers {
 		s := &w.sources[a.source]
@@ -158,10 +235,19 @@ func (w *watchdog) take(r pollResult) (again bool) {
 		case a.off != "":
 			s.state, s.due, reason = sourceOff, t.Add(reprobeMin+rand.N(reprobeSpread)), a.off
 		case isDenied:
-			s.state, s.due, reason = sourceDenied, t.Add(reprobeMin+rand.N(reprobeSpread)), denied
+			if s.denied == nil {
+				s.denied = make(map[role]time.Time)
+			}
+			s.denied[a.role] = t.Add(reprobeMin + rand.N(reprobeSpread))
+			if w.anotherMay(s, t) {
+				another = true // and this role's denial is nobody's trouble
+			} else {
+				s.state, reason = sourceDenied, denied
+			}
 		case a.err != nil:
 			s.failures++
-			s.state, s.due = sourceFailing, t.Add(jitter(min(w.cfg.pollInterval<<min(s.failures-1, 3), max(maxBackoff, w.cfg.pollInterval))))
+			interval := w.cfg.Load().pollInterval
+			s.state, s.due = sourceFailing, t.Add(jitter(min(interval<<min(s.failures-1, 3), max(maxBackoff, interval))))
 			if w.marks.Load() != nil {
 				s.due = t // while a node drains, every poll asks
 			}
@@ -172,7 +258,7 @@ func (w *watchdog) take(r pollResult) (again bool) {
 		events = append(events, w.sourceEdge(before.state, s.state, a, reason))
 	}
 	m := w.marks.Load()
-	again = r.onNode != 0 && m != nil && m.of[r.onNode] != nil // the watchdog's own connection moves first
+	again = another || r.onNode != 0 && m != nil && m.of[r.onNode] != nil // the watchdog's own connection moves first
 	w.mu.Unlock()
 	w.tell(events)
 	if r.goodbye != 0 {
@@ -220,17 +306,20 @@ type asker interface {
 
 // poller asks the sources. One poll at a time uses it.
 type poller struct {
-	w         *watchdog
-	side      *sideConn // the watchdog's own connection; nil while there is none
+	w     *watchdog
+	sides map[role]*sideConn // the watchdog's own connections: one, but where one role cannot ask for all
+
+	cfg       *config // that readiness was made for
 	readiness *readiness
 
+	together    bool // both SQL sources have answered: they are asked in one round trip
 	windowAsked time.Time
 }
 
 // windowAgain is how often the server's settings are asked for: somebody may change them, or grant the privilege.
 const windowAgain = 30 * time.Minute
 
-// askWindow reads the server's settings. It returns -1 where it does not get to know both.
+// askWindow reads the server's settings. It returns 0 where it does not get to know both.
 func askWindow(ctx context.Context, side asker) time.Duration {
 	for _, names := range sqlWindow {
 		var sum time.Duration
@@ -239,25 +328,25 @@ func askWindow(ctx context.Context, side asker) time.Duration {
 			rows, err := side.ask(ctx, sql)
 			if err != nil {
 				if sqlState(err) == stateInsufficientPrivs {
-					return -1
+					return 0
 				}
 				break
 			}
 			if len(rows) != 1 || len(rows[0]) != 1 || rows[0][0] == nil {
-				return -1
+				return 0
 			}
 			d, ok := parseInterval(*rows[0][0])
 			if !ok {
-				return -1
+				return 0
 			}
 			sum += d
 			known++
 		}
 		if known == len(names) {
-			return sum
+			return max(sum, minWindow) // 0s and 0s is an answer too
 		}
 	}
-	return -1
+	return 0
 }
 
 // parseInterval reads an interval as the server prints it, "00:00:04" or "00:01:30.5", or a Go duration, "4s".
@@ -274,34 +363,47 @@ func parseInterval(s string) (time.Duration, bool) {
 }
 
 func newPoller(w *watchdog) *poller {
-	p := &poller{w: w}
-	if w.cfg.enabled().has(sourceReadiness) {
-		p.readiness = newReadiness(w.cfg, w.log)
+	return &poller{w: w, sides: make(map[role]*sideConn)}
+}
+
+// configure follows the settings of the watchdog's members.
+func (p *poller) configure(cfg *config) {
+	if p.cfg != nil && slices.Equal(p.cfg.readiness, cfg.readiness) && p.cfg.enabled() == cfg.enabled() {
+		return
 	}
-	return p
+	if p.readiness != nil {
+		p.readiness.close()
+		p.readiness = nil
+	}
+	if cfg.enabled().has(sourceReadiness) {
+		p.readiness = newReadiness(cfg, p.w.log)
+	}
+	p.cfg = cfg
 }
 
 func (p *poller) close() {
-	p.hangUp()
+	for r := range p.sides {
+		p.hangUp(r)
+	}
 	if p.readiness != nil {
 		p.readiness.close()
 	}
 }
 
-func (p *poller) hangUp() {
-	if p.side != nil {
-		p.side.close()
-		p.side = nil
+func (p *poller) hangUp(r role) {
+	if side := p.sides[r]; side != nil {
+		side.close()
+		delete(p.sides, r)
 	}
 }
 
-// poll asks everything that is due: the SQL sources one after the other on the watchdog's own connection, readiness at
-// the same time.
+// poll asks everything that is due: the SQL sources on the watchdog's own connection, readiness at the same time.
 func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
-	ctx, cancel := context.WithTimeout(ctx, p.w.cfg.pollTimeout)
+	ctx, cancel := context.WithTimeout(ctx, q.cfg.pollTimeout)
 	defer cancel()
+	p.configure(q.cfg)
 	var ready sync.WaitGroup
-	if q.due.has(sourceReadiness) {
+	if q.readiness {
 		var a answer
 		ready.Go(func() {
 			start := time.Now()
@@ -313,92 +415,114 @@ func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 			r.answers = append(r.answers, a)
 		}()
 	}
-	if p.side != nil && q.marks != nil && q.marks.of[p.side.node] != nil {
-		p.hangUp() // its node drains
-	}
-	var due []sourceID
-	for _, id := range []sourceID{sourceInstances, sourceGossip} {
-		if q.due.has(id) {
-			due = append(due, id)
+	for key, side := range p.sides {
+		if _, wanted := q.roles[key]; !wanted || q.marks != nil && q.marks.of[side.node] != nil {
+			p.hangUp(key) // the last connector with this role is closed, or the connection's node drains
 		}
 	}
-	r.window = -1
-	if len(due) == 0 && q.rule != ruleUnknown || q.by == nil {
-		return r
+	for _, a := range q.sql {
+		p.askAs(ctx, q, a, &r)
 	}
+	return r
+}
+
+// askAs asks what one connector's role is to ask, and adds what that came to.
+func (p *poller) askAs(ctx context.Context, q question, a asking, r *pollResult) {
+	key := a.by.role()
+	var answers []answer
 	for {
-		fresh := p.side == nil
-		goodbye, before := r.goodbye, r.before // of the try before
-		r = p.askSQL(ctx, q, due)
-		r.goodbye, r.before = goodbye, before
-		if p.side == nil || !p.side.pg.IsClosed() {
+		fresh := p.sides[key] == nil
+		answers = p.askSQL(ctx, q, a, r)
+		side := p.sides[key]
+		if side == nil || !side.pg.IsClosed() {
 			break
 		}
-		if node := p.side.goodbye(); node != 0 {
-			r.goodbye, r.before = node, p.side.answered
+		if node := side.goodbye(); node != 0 {
+			r.goodbye, r.before = node, side.answered
 		}
-		p.hangUp()
+		p.hangUp(key)
 		if fresh || ctx.Err() != nil {
 			break // it was not a connection that went stale between two polls
 		}
 	}
-	if p.side != nil && (q.marks == nil || q.marks.of[p.side.node] == nil) {
-		r.onNode = p.side.node
-	}
+	r.answers = append(r.answers, answers...)
 	// The connection stays as long as a SQL source is worth asking again soon.
-	for _, a := range r.answers {
+	for _, a := range answers {
 		if _, denied := denial(a.source, a.err); !denied && a.off == "" {
-			return r
+			if side := p.sides[key]; side != nil && (q.marks == nil || q.marks.of[side.node] == nil) {
+				r.onNode = side.node
+			}
+			return
 		}
 	}
-	p.hangUp()
-	r.onNode = 0
-	return r
+	p.hangUp(key)
 }
 
-// askSQL asks the SQL sources that are due on one connection.
-func (p *poller) askSQL(ctx context.Context, q question, due []sourceID) (r pollResult) {
-	start := time.Now()
-	r.window = -1
-	if p.side == nil {
-		side, err := dialSide(ctx, q, p.w.cfg)
-		if err != nil {
-			r.err = err
-			for _, id := range due {
-				r.answers = append(r.answers, answer{source: id, err: fmt.Errorf("connect: %w", err), took: time.Since(start)})
-			}
-			return r
-		}
-		p.side = side
+// askSQL asks the SQL sources that are due on one connection, in one round trip where both have answered before.
+func (p *poller) askSQL(ctx context.Context, q question, a asking, r *pollResult) (answers []answer) {
+	start, key := time.Now(), a.by.role()
+	add := func(id sourceID, nodes map[nodeID]nodeState, err error, off string) {
+		answers = append(answers, answer{source: id, role: key, nodes: nodes, err: err, off: off, asked: start, took: time.Since(start)})
 	}
-	if q.rule == ruleUnknown {
+	side := p.sides[key]
+	if side == nil {
+		var err error
+		if side, err = dialSide(ctx, q, a.by); err != nil {
+			if r.errs == nil {
+				r.errs = make(map[role]error)
+			}
+			r.errs[key] = err
+			for _, id := range a.due {
+				add(id, nil, fmt.Errorf("connect: %w", err), "")
+			}
+			return answers
+		}
+		p.sides[key] = side
+	}
+	if q.rule == ruleUnknown && r.rule == ruleUnknown {
 		var node nodeID
-		if r.rule, node = verifyRule(ctx, p.side, p.side.node); r.rule != ruleUnknown {
-			p.side.node = node // until then what the PID tells, to be compared the next time
+		if r.rule, node = verifyRule(ctx, side, side.node); r.rule != ruleUnknown {
+			side.node = node // until then what the PID tells, to be compared the next time
+		}
+	}
+	due := a.due
+	if len(due) == 2 && p.together {
+		p.together = false
+		start = time.Now()
+		if sets, err := side.exec(ctx, sqlInstances+"; "+sqlGossip); err == nil && len(sets) == 2 {
+			instances, err := readInstances(sets[0])
+			add(sourceInstances, instances, err, "")
+			gossip, err := readGossip(sets[1])
+			add(sourceGossip, gossip, err, "")
+			due = nil
 		}
 	}
 	for _, id := range due {
-		start := time.Now()
-		a := answer{source: id, asked: start}
-		switch id {
-		case sourceInstances:
-			if p.side.versionKnown && (p.side.major < 24 || p.side.major == 24 && p.side.minor < 3) {
-				a.off = "system.sql_instances has is_draining from v24.3 on"
-				break
-			}
-			a.nodes, a.err = askInstances(ctx, p.side)
+		start = time.Now()
+		switch {
+		case id == sourceGossip:
+			nodes, err := askGossip(ctx, side)
+			add(id, nodes, err, "")
+		case side.versionKnown && (side.major < 24 || side.major == 24 && side.minor < 3):
+			add(id, nil, nil, "system.sql_instances has is_draining from v24.3 on")
 		default:
-			a.nodes, a.err = askGossip(ctx, p.side)
-		}
-		a.took = time.Since(start)
-		r.answers = append(r.answers, a)
-		// A role that may read a source may be allowed to see the settings; any other is not asked to fail.
-		if a.err == nil && a.off == "" && p.w.cfg.window == 0 && time.Since(p.windowAsked) > windowAgain {
-			p.windowAsked = time.Now()
-			r.window = askWindow(ctx, p.side)
+			nodes, err := askInstances(ctx, side)
+			add(id, nodes, err, "")
 		}
 	}
-	return r
+	good := 0
+	for _, a := range answers {
+		if a.err == nil && a.off == "" {
+			good++
+		}
+	}
+	p.together = good == 2
+	// A role that may read a source may be allowed to see the settings; any other is not asked to fail.
+	if good > 0 && q.cfg.window == 0 && time.Since(p.windowAsked) > windowAgain {
+		p.windowAsked = time.Now()
+		r.window = askWindow(ctx, side)
+	}
+	return answers
 }
 
 // verifyRule compares what the watchdog's own connection's PID tells with the server's answer.
@@ -432,6 +556,10 @@ func askInstances(ctx context.Context, side asker) (map[nodeID]nodeState, error)
 	if err != nil {
 		return nil, err
 	}
+	return readInstances(rows)
+}
+
+func readInstances(rows [][]*string) (map[nodeID]nodeState, error) {
 	return readNodes(rows, 2, func(row []*string) (nodeState, error) {
 		draining, err := readBool("is_draining", row[1])
 		return nodeState{draining: draining, live: !draining}, err
@@ -444,6 +572,10 @@ func askGossip(ctx context.Context, side asker) (map[nodeID]nodeState, error) {
 	if err != nil {
 		return nil, err
 	}
+	return readGossip(rows)
+}
+
+func readGossip(rows [][]*string) (map[nodeID]nodeState, error) {
 	return readNodes(rows, 5, func(row []*string) (s nodeState, err error) {
 		if row[1] != nil {
 			if s.epoch, err = strconv.ParseInt(*row[1], 10, 64); err != nil {
@@ -525,10 +657,10 @@ type sideConn struct {
 }
 
 // dialSide opens the watchdog's own connection, on an unmarked node if the dial can be steered to one.
-func dialSide(ctx context.Context, q question, cfg *config) (*sideConn, error) {
+func dialSide(ctx context.Context, q question, by *Connector) (*sideConn, error) {
 	var kept *sideConn
 	for range maxSteer {
-		side, err := dialSideOnce(ctx, q, cfg)
+		side, err := dialSideOnce(ctx, q, by)
 		if err != nil && kept != nil {
 			return kept, nil // a connection to a marked node is better than none
 		}
@@ -546,15 +678,16 @@ func dialSide(ctx context.Context, q question, cfg *config) (*sideConn, error) {
 	return kept, nil
 }
 
-func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, error) {
-	cc := q.by.cfg.pgx.Copy()
+func dialSideOnce(ctx context.Context, q question, by *Connector) (*sideConn, error) {
+	cfg := by.cfg
+	cc := cfg.pgx.Copy()
 	cc.Tracer = nil
 	if cc.RuntimeParams == nil {
 		cc.RuntimeParams = make(map[string]string)
 	}
 	cc.RuntimeParams["application_name"] = "crdbdrain-watchdog"
 	if _, set := cc.RuntimeParams["statement_timeout"]; set { // the application's; a poll has its own bound
-		cc.RuntimeParams["statement_timeout"] = strconv.FormatInt(cfg.pollTimeout.Milliseconds(), 10)
+		cc.RuntimeParams["statement_timeout"] = strconv.FormatInt(q.cfg.pollTimeout.Milliseconds(), 10)
 	}
 	cc.OnNotice, cc.OnNotification, cc.ValidateConnect, cc.AfterConnect = nil, nil, nil, nil
 	cc.MaxProtocolMessageBodyLen = maxMessage
@@ -572,7 +705,7 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 	a.listen(&cc.Config)
 	// Through pgx's connector, for the sake of an OptionBeforeConnect that fetches a password. What the application does with
 	// a connection of its own, in an OptionAfterConnect, is not for this one.
-	opts := append(slices.Clone(q.by.stdOpts), stdlib.OptionAfterConnect(func(context.Context, *pgx.Conn) error { return nil }))
+	opts := append(slices.Clone(by.stdOpts), stdlib.OptionAfterConnect(func(context.Context, *pgx.Conn) error { return nil }))
 	std, err := stdlib.GetConnector(*cc, opts...).Connect(context.WithValue(ctx, attemptKey{}, a))
 	connected = true
 	if err != nil {
@@ -600,12 +733,22 @@ func dialSideOnce(ctx context.Context, q question, cfg *config) (*sideConn, erro
 	return side, nil
 }
 
-// ask sends a statement with the simple protocol and reads at most maxRows rows.
-func (s *sideConn) ask(ctx context.Context, sql string) (rows [][]*string, err error) {
+// ask sends a statement and returns its rows.
+func (s *sideConn) ask(ctx context.Context, sql string) ([][]*string, error) {
+	sets, err := s.exec(ctx, sql)
+	if err != nil || len(sets) == 0 {
+		return nil, err
+	}
+	return sets[0], nil
+}
+
+// exec sends statements with the simple protocol and reads at most maxRows rows of each.
+func (s *sideConn) exec(ctx context.Context, sql string) (sets [][][]*string, err error) {
 	start := time.Now()
 	results := s.pg.Exec(ctx, sql)
 	for results.NextResult() {
 		rr := results.ResultReader()
+		var rows [][]*string
 		for rr.NextRow() {
 			if len(rows) == maxRows {
 				s.abort()
@@ -620,6 +763,7 @@ func (s *sideConn) ask(ctx context.Context, sql string) (rows [][]*string, err e
 			}
 			rows = append(rows, row)
 		}
+		sets = append(sets, rows)
 	}
 	if err := results.Close(); err != nil {
 		if s.pg.IsClosed() {
@@ -628,7 +772,7 @@ func (s *sideConn) ask(ctx context.Context, sql string) (rows [][]*string, err e
 		return nil, err
 	}
 	s.answered = start
-	return rows, nil
+	return sets, nil
 }
 
 // goodbye returns the node on which the server ended this connection because it drains, or 0.

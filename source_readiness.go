@@ -53,32 +53,13 @@ var notDraining = []string{"node is waiting for cluster initialization", "node i
 
 func newReadiness(cfg *config, log *slog.Logger) *readiness {
 	r := &readiness{keep: 3 * cfg.pollInterval, log: log, lookup: net.DefaultResolver.LookupHost, targets: make(map[string]*target)}
-	r.tls = &tls.Config{MinVersion: tls.VersionTLS12}
-	for _, t := range cfg.tlsConfigs() {
-		if t.RootCAs != nil {
-			r.tls.RootCAs = t.RootCAs // the DSN's sslrootcert
-			break
-		}
-	}
+	r.tls = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: cfg.roots}
 	for _, s := range cfg.readiness {
 		if u, err := url.Parse(s); err == nil { // config.go has parsed it before
 			r.urls = append(r.urls, u)
 		}
 	}
 	return r
-}
-
-// tlsConfigs returns those of the DSN's hosts.
-func (c *config) tlsConfigs() (configs []*tls.Config) {
-	if c.pgx.TLSConfig != nil {
-		configs = append(configs, c.pgx.TLSConfig)
-	}
-	for _, f := range c.pgx.Fallbacks {
-		if f.TLSConfig != nil {
-			configs = append(configs, f.TLSConfig)
-		}
-	}
-	return configs
 }
 
 func (r *readiness) close() {

@@ -21,6 +21,7 @@ type spares struct {
 	dialing int       // guarded by mu
 	retry   time.Time // no dial before; guarded by mu
 	failed  int       // dials in a row; guarded by mu
+	next    time.Time // the process's turn in its fleet; guarded by mu
 
 	took  atomic.Int64 // a dial, lately; a duration
 	ahead atomic.Int32 // dials to have under way beyond those that fill the spares, for the pace's sake
@@ -151,8 +152,17 @@ func (c *Connector) refill(t time.Time) {
 	sp := &c.spares
 	sp.mu.Lock()
 	dial := 0
-	if sp.needed && sp.wanted.Load() && !t.Before(sp.retry) {
+	if sp.needed && sp.wanted.Load() && !t.Before(sp.retry) && !c.shutting.Load() {
 		dial = max(0, c.cfg.spares+int(sp.ahead.Load())-len(sp.ready)-sp.dialing)
+		if share := c.fleetShare(); share != nil && dial > 0 {
+			// Every process of the fleet has just heard of the drain: each dials in its turn.
+			m := c.watchdog.Load().marks.Load()
+			if dial = 1; t.Before(sp.next) || m != nil && t.Before(m.from) {
+				dial = 0
+			} else {
+				sp.next = t.Add(share.gap)
+			}
+		}
 		sp.dialing += dial
 	}
 	sp.mu.Unlock()
@@ -165,13 +175,21 @@ func (c *Connector) refill(t time.Time) {
 	}
 }
 
+// fleetShare returns what a feed lets the process do, or nil: no limit.
+func (c *Connector) fleetShare() *fleetShare {
+	if w := c.watchdog.Load(); w != nil {
+		return w.fleet.Load()
+	}
+	return nil
+}
+
 // dialSpare dials one spare in the background.
 func (c *Connector) dialSpare() bool {
 	return c.background(func() {
 		ctx, cancel := context.WithTimeout(c.ctx, spareDial)
 		defer cancel()
 		start := time.Now()
-		s, err := c.connect(ctx)
+		s, err := c.connect(ctx, nil)
 		ok := err == nil && s.w != nil && s.stamp() != 0 && s.fit()
 		sp := &c.spares
 		sp.mu.Lock()
@@ -181,6 +199,7 @@ func (c *Connector) dialSpare() bool {
 			sp.took.Store(int64(time.Since(start)))
 		} else {
 			// The server is full, or every dial lands on a marked node: there is nowhere to go for now.
+			// Or the ceiling leaves no room: it does as soon as a cull makes some.
 			sp.retry = time.Now().Add(min(250*time.Millisecond<<min(sp.failed, 7), 30*time.Second))
 			sp.failed++
 		}

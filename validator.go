@@ -52,6 +52,7 @@ type session struct {
 	reason      cullReason   // why this one replaces another; written before it is one
 	heldUntil   atomic.Int64 // by now(): a replacement has waited in vain for it to come back, no other is dialled for it
 
+	placed  atomic.Bool   // it has a place under the ceiling
 	state   atomic.Uint32 // session*
 	idled   atomic.Int64  // when it became idle, by now()
 	ended   atomic.Bool   // counted as culled or lost
@@ -153,9 +154,10 @@ func (s *session) dead(ctx context.Context, justReturned bool) bool {
 	return !alive
 }
 
-// bury ends a session whose state is sessionGone. One that was culled or lost is closed in the background, within five
-// seconds (stdlib.Conn.Close), so that the caller that returned it does not wait; Connector.Close waits.
+// bury ends a session whose state is sessionGone. It is closed in the background, within five seconds (stdlib.Conn.Close),
+// so that the caller that returned it does not wait; Connector.Close waits.
 func (s *session) bury() error {
+	s.connector.giveUp(s)
 	if s.w == nil {
 		return s.std.Close()
 	}
@@ -163,11 +165,8 @@ func (s *session) bury() error {
 		s.lost(lostActive) // heard in the middle of rows, say
 	}
 	s.w.remove(s)
-	if s.ended.Load() {
-		s.connector.closeLater(s.std)
-		return nil
-	}
-	return s.std.Close()
+	s.connector.closeLater(s.std)
+	return nil
 }
 
 // discard closes a session that nobody has had yet, in the background. It is neither a cull nor lost.
@@ -252,6 +251,10 @@ func (c *conn) IsValid() bool {
 		return false // never used, and swept
 	}
 	if s.pg.IsClosed() || s.pg.TxStatus() != 'I' {
+		return false
+	}
+	if s.connector.leaving.Load() { // Shutdown
+		s.connector.returned.Add(1)
 		return false
 	}
 	if s.w == nil {
@@ -357,7 +360,8 @@ func (c *conn) mend(ctx context.Context) bool {
 	s := c.s.connector.takeSpare()
 	if s == nil {
 		var err error
-		if s, err = c.s.connector.connect(ctx); err != nil {
+		// The session has ended: its place under the ceiling is its successor's.
+		if s, err = c.s.connector.connect(ctx, c.s); err != nil {
 			return false
 		}
 	}

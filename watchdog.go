@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"slices"
@@ -18,7 +17,7 @@ import (
 // waits for it.
 type watchdog struct {
 	key string
-	cfg *config // of the first connector; those that share a watchdog have the same settings
+	cfg atomic.Pointer[config] // what its members' settings come to (common); changed with mu held
 	log *slog.Logger
 
 	marks   atomic.Pointer[marks] // nil: no node is marked. The one thing that the hot path looks at
@@ -27,6 +26,7 @@ type watchdog struct {
 	nowhere atomic.Bool  // said that there is nowhere to go
 	noticed atomic.Int64 // now(), when a source last said that a node leaves
 	learned atomic.Int64 // the window by the server's settings, a duration; 0: not known
+	fleet   atomic.Pointer[fleetShare]
 
 	fullUntil atomic.Int64 // by now(): servers have too many connections, nothing is culled
 	fullTimes atomic.Int32 // in a row
@@ -39,6 +39,8 @@ type watchdog struct {
 
 	mu      sync.Mutex
 	members []*Connector                    // guarded by mu
+	pinned  int                             // feeds, for whom the worker runs without connections; guarded by mu
+	changed map[chan struct{}]struct{}      // told when the marks or a source's answer change; guarded by mu
 	conns   int                             // guarded by mu
 	nodes   map[nodeID]*nodeInfo            // guarded by mu; 0 has the connections without a stamp
 	notices map[nodeID]*[numSources]*notice // guarded by mu
@@ -49,6 +51,7 @@ type watchdog struct {
 	pending []pending                       // guarded by mu
 	untold  []event                         // guarded by mu; for the worker to tell
 	sources [numSources]sourceStatus        // guarded by mu
+	barred  map[role]time.Time              // roles that could not connect, and until when to prefer others; guarded by mu
 	mute    bool                            // the worker has no connection of its own; guarded by mu
 	stop    context.CancelFunc              // nil while no worker runs; guarded by mu
 	done    chan struct{}                   // closed when the worker has ended; guarded by mu
@@ -61,8 +64,8 @@ const (
 	ruleOff     // nothing tells: stamps are unknown and nothing is culled by node
 )
 
-// watchdogs is the watchdogs of the process, by cluster and settings. Its lock is taken when a connector makes its first
-// connection and when it is closed.
+// watchdogs is the watchdogs of the process, by cluster. Its lock is taken when a connector makes its first connection and
+// when it is closed.
 type watchdogs struct {
 	mu sync.Mutex
 	of map[string]*watchdog // guarded by mu
@@ -70,16 +73,15 @@ type watchdogs struct {
 
 var registry watchdogs
 
-// join makes the connector a member of its cluster's watchdog. Connectors share one when they agree on the cluster and on
-// all settings of the driver; the user and the database may differ.
+// join makes the connector a member of its cluster's watchdog: there is one, whatever the users, databases and settings.
 func (r *watchdogs) join(c *Connector) *watchdog {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	key := c.cfg.settings()
+	key := c.cfg.key
 	w := r.of[key]
 	if w == nil {
 		w = &watchdog{
-			key: key, cfg: c.cfg,
+			key:  key,
 			wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1), wakem: make(chan struct{}, 1),
 			nodes:   make(map[nodeID]*nodeInfo),
 			notices: make(map[nodeID]*[numSources]*notice),
@@ -94,9 +96,46 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	}
 	w.mu.Lock()
 	w.members = append(w.members, c)
+	w.cfg.Store(common(w.members))
 	w.mu.Unlock()
 	c.instruments().watch(w)
 	return w
+}
+
+// common is what the settings of one cluster's connectors come to, for what concerns the cluster as a whole: every source
+// that one of them names, the shortest interval and window, the longest stagger. What concerns a connection (mode, spares,
+// rerun, rebalance, TTL) stays its connector's own.
+func common(members []*Connector) *config {
+	cfg := *members[0].cfg
+	for _, m := range members[1:] {
+		o := m.cfg
+		cfg.sources |= o.sources
+		cfg.readiness = union(cfg.readiness, o.readiness)
+		if cfg.feed == "" {
+			cfg.feed, cfg.feedTokenFile = o.feed, o.feedTokenFile
+		}
+		cfg.roots = cmp.Or(cfg.roots, o.roots)
+		cfg.pollInterval = min(cfg.pollInterval, o.pollInterval)
+		cfg.pollIntervalDraining = min(cfg.pollIntervalDraining, o.pollIntervalDraining)
+		cfg.pollTimeout = max(cfg.pollTimeout, o.pollTimeout)
+		cfg.cullStagger = max(cfg.cullStagger, o.cullStagger)
+		cfg.ttlStagger = max(cfg.ttlStagger, o.ttlStagger)
+		if cfg.window == 0 || o.window != 0 && o.window < cfg.window {
+			cfg.window = o.window
+		}
+	}
+	return &cfg
+}
+
+// union appends what a lacks of b.
+func union(a, b []string) []string {
+	a = slices.Clip(a)
+	for _, s := range b {
+		if !slices.Contains(a, s) {
+			a = append(a, s)
+		}
+	}
+	return a
 }
 
 // members is the handler of the watchdog's log: each logger of its connectors gets a line once. It must not be used with
@@ -123,18 +162,16 @@ func (h members) Handle(ctx context.Context, r slog.Record) error {
 	return errors.Join(errs...)
 }
 
-// settings identifies the watchdog that a connector with this config uses.
-func (c *config) settings() string {
-	return fmt.Sprintf("%s\n%d %v %q %v %v %v %v %v %v %v %v %v", c.key, c.mode, c.sources, c.readiness, c.unsafeInternals,
-		c.pollInterval, c.pollIntervalDraining, c.pollTimeout, c.cullStagger, c.window, c.rebalance, c.ttl, c.ttlStagger)
-}
-
 // leave takes the connector out. With the last one the watchdog ends: its worker has stopped when leave returns.
 func (r *watchdogs) leave(c *Connector, w *watchdog) {
 	r.mu.Lock()
 	w.mu.Lock()
 	w.members = slices.DeleteFunc(w.members, func(m *Connector) bool { return m == c })
 	last := len(w.members) == 0
+	if !last {
+		w.cfg.Store(common(w.members))
+		w.forgetRoles()
+	}
 	watched := slices.ContainsFunc(w.members, func(m *Connector) bool { return m.instruments() == c.instruments() })
 	var done chan struct{}
 	if last {
@@ -182,15 +219,22 @@ func (w *watchdog) add(s *session, a *attempt) {
 			}
 		}
 	}
-	if w.stop == nil && len(w.members) > 0 {
-		events = append(events, w.expire(time.Now())...) // of a time when there were no connections
-		ctx, cancel := context.WithCancel(context.Background())
-		before, done := w.done, make(chan struct{})
-		w.stop, w.done = cancel, done
-		go w.run(ctx, before, done)
-	}
+	events = append(events, w.start()...)
 	w.mu.Unlock()
 	w.tell(events)
+}
+
+// start starts the worker if it does not run. w.mu is held.
+func (w *watchdog) start() (events []event) {
+	if w.stop != nil || len(w.members) == 0 {
+		return nil
+	}
+	events = w.expire(time.Now()) // of a time when there were no connections
+	ctx, cancel := context.WithCancel(context.Background())
+	before, done := w.done, make(chan struct{})
+	w.stop, w.done = cancel, done
+	go w.run(ctx, before, done)
+	return events
 }
 
 // stampCandidate is the ID under which the connection is entered: what the PID says, until the rule is known not to hold.
@@ -212,6 +256,7 @@ func (w *watchdog) remove(s *session) {
 	delete(n.held, s)
 	n.count.Store(int32(len(n.held)))
 	w.conns--
+	n.tellEmpty()
 	var events []event
 	if d := w.drains[n.id]; d != nil && !d.done && s.stamp() == n.id && s.opened.Before(d.mark.before) {
 		if d.left--; d.left <= 0 {
@@ -239,11 +284,19 @@ func (w *watchdog) pokeSweep() {
 
 // window is how long a draining node is taken to leave connections alone.
 func (w *watchdog) window() time.Duration {
-	return cmp.Or(w.cfg.window, time.Duration(w.learned.Load()), defaultWindow)
+	return cmp.Or(w.cfg.Load().window, time.Duration(w.learned.Load()), defaultWindow)
 }
 
 // keep is how long a source's last answer holds while it fails.
-func (w *watchdog) keep() time.Duration { return 3 * w.cfg.pollInterval }
+func (w *watchdog) keep() time.Duration { return 3 * w.cfg.Load().pollInterval }
+
+// keepOf is keep for a source. A feed is let wait for news.
+func (w *watchdog) keepOf(id sourceID) time.Duration {
+	if id == sourceFeed {
+		return 2*feedWait + w.keep()
+	}
+	return w.keep()
+}
 
 // minPollGap is the shortest time between two polls, however often the errors source asks for one.
 const minPollGap = 100 * time.Millisecond
@@ -258,9 +311,10 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 	results := make(chan pollResult, 1)
 	polling := false
 	// The first poll comes at a random time within an interval: a fleet that was deployed together does not poll together.
-	poll := time.NewTimer(rand.N(w.cfg.pollInterval))
+	poll := time.NewTimer(rand.N(w.cfg.Load().pollInterval))
 	sweep := time.NewTimer(time.Hour)
 	sweep.Stop()
+	feed := w.followFeed(ctx, nil)
 	var moves mover
 	move := time.NewTimer(0)
 	defer poll.Stop()
@@ -271,6 +325,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 			<-results
 		}
 		p.close()
+		feed.stop()
 		w.tellQueued()
 	}()
 	var sw sweeper
@@ -303,9 +358,9 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 		case r := <-results:
 			polling = false
 			again := w.take(r)
-			interval := w.cfg.pollInterval
+			interval := w.cfg.Load().pollInterval
 			if w.marks.Load() != nil {
-				interval = w.cfg.pollIntervalDraining
+				interval = w.cfg.Load().pollIntervalDraining
 			}
 			if again {
 				interval = minPollGap
@@ -322,7 +377,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 		last = t
 		w.mu.Lock()
 		events := w.expire(t)
-		idle := w.conns == 0
+		idle := w.conns == 0 && w.pinned == 0
 		if idle && w.stop != nil {
 			w.stop()
 			w.stop = nil // the next connection starts another worker
@@ -335,6 +390,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 		if polling {
 			continue // its result sets the timer again
 		}
+		feed = w.followFeed(ctx, feed)
 		polling, lastPoll = true, t
 		ask := w.ask(t)
 		go func() { results <- p.poll(ctx, ask) }()
@@ -361,7 +417,7 @@ func (w *watchdog) forget() {
 	for id := range w.sources {
 		w.sources[id].nodes = nil
 	}
-	events := w.remark(time.Now())
+	events := append(w.remark(time.Now()), w.tellChanged)
 	w.mu.Unlock()
 	w.tell(events)
 }

@@ -672,9 +672,7 @@ func TestD19TheVersionChangesUnderALivingProcess(t *testing.T) {
 	upgrade("v26.1.0")
 	eventually(t, "instances is denied on v26.1", is(sourceDenied))
 	upgrade("v25.4.1")
-	w.mu.Lock()
-	w.sources[sourceInstances].due = time.Time{} // the re-probe
-	w.mu.Unlock()
+	w.unfail() // the re-probe
 	eventually(t, "instances works again", is(sourceOK))
 	logs.once(t, "source is denied", "restricts crdb_internal and system")
 	logs.once(t, "source works again")

@@ -1,0 +1,215 @@
+package crdbdrain
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+)
+
+// ceiling is the limit on connections over all pools of one cluster in the process (crdbdrain_max_connections). A
+// connection has a place from its dial on until it begins to be closed. Without a limit it only counts.
+type ceiling struct {
+	key        string
+	attributes attribute.Set
+
+	limit    atomic.Int64 // 0: none
+	used     atomic.Int64
+	rejected atomic.Int64
+	reported atomic.Int64 // of rejected, when the limited state was entered
+	limited  atomic.Bool  // the log has said that connections are being refused
+	refusal  atomic.Int64 // now(), of the latest
+
+	mu      sync.Mutex
+	members []*Connector // guarded by mu
+	byHand  bool         // SetMaxConnections has been called: it outweighs the DSNs; guarded by mu
+}
+
+// calm is how long nothing has to have been refused for the limited state to be over.
+const calm = 10 * time.Second
+
+// ceilingSet is the ceilings of the process, by cluster. Its lock is taken at a connector's first dial, when its limit is
+// changed, and when it is closed.
+type ceilingSet struct {
+	mu sync.Mutex
+	of map[string]*ceiling // guarded by mu
+}
+
+var ceilings ceilingSet
+
+// join returns the ceiling of the connector's cluster.
+func (cs *ceilingSet) join(c *Connector) *ceiling {
+	if l := c.ceiling.Load(); l != nil {
+		return l
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if l := c.ceiling.Load(); l != nil {
+		return l
+	}
+	if c.closed {
+		l := &ceiling{} // what is dialled after Close belongs to no pool
+		c.ceiling.Store(l)
+		return l
+	}
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	l := cs.of[c.cfg.key]
+	if l == nil {
+		l = &ceiling{key: c.cfg.key, attributes: attribute.NewSet(attribute.String("crdbdrain.cluster", c.cfg.label()))}
+		if cs.of == nil {
+			cs.of = make(map[string]*ceiling)
+		}
+		cs.of[c.cfg.key] = l
+	}
+	l.mu.Lock()
+	l.members = append(l.members, c)
+	if limit := int64(c.cfg.maxConnections); limit > 0 && !l.byHand && (l.limit.Load() == 0 || limit < l.limit.Load()) {
+		l.limit.Store(limit) // of several DSNs, the lowest counts
+	}
+	l.mu.Unlock()
+	c.ceiling.Store(l)
+	return l
+}
+
+// leave takes the connector out. With the last one, the cluster's ceiling is forgotten.
+func (cs *ceilingSet) leave(c *Connector) {
+	l := c.ceiling.Load()
+	if l == nil {
+		return
+	}
+	cs.mu.Lock()
+	l.mu.Lock()
+	l.members = slices.DeleteFunc(l.members, func(m *Connector) bool { return m == c })
+	last := len(l.members) == 0
+	l.mu.Unlock()
+	if last && cs.of[l.key] == l {
+		delete(cs.of, l.key)
+	}
+	cs.mu.Unlock()
+	if in := c.in.Load(); in != nil && !slices.ContainsFunc(l.connectors(), func(m *Connector) bool { return m.in.Load() == in }) {
+		in.unwatchCeiling(l)
+	}
+}
+
+// SetMaxConnections changes the ceiling of the connector's cluster in this process (crdbdrain_max_connections), from now
+// on and for all its pools; 0 is none. A ceiling below the connections that there are refuses new ones and closes none. It
+// is safe for concurrent use. The error says why nothing was done.
+func (c *Connector) SetMaxConnections(n int) error {
+	switch {
+	case n < 0 || n > maxCeiling:
+		return configErrorf("%d connections: want a whole number from 0 to %d", n, maxCeiling)
+	case c.cfg.mode == modeOff:
+		return configErrorf("crdbdrain_mode is off")
+	}
+	l := ceilings.join(c)
+	l.mu.Lock()
+	l.limit.Store(int64(n))
+	l.byHand = true
+	l.mu.Unlock()
+	c.instruments().watchCeiling(l)
+	return nil
+}
+
+const maxCeiling = 1 << 20
+
+// enter takes a place for a connection that is about to be dialled.
+func (c *Connector) enter() error {
+	l := ceilings.join(c)
+	if c.cfg.maxConnections > 0 {
+		c.instruments().watchCeiling(l)
+	}
+	for !l.take() {
+		// A spare that another pool has in reserve is worth less than a connection that a caller waits for.
+		if !l.dropSpare() {
+			c.instruments().rejected.Add(context.Background(), 1, metric.WithAttributeSet(l.attributes))
+			return l.refuse()
+		}
+	}
+	l.settle()
+	return nil
+}
+
+// take takes a place if there is one.
+func (l *ceiling) take() bool {
+	for {
+		used, limit := l.used.Load(), l.limit.Load()
+		if limit > 0 && used >= limit {
+			return false
+		}
+		if l.used.CompareAndSwap(used, used+1) {
+			return true
+		}
+	}
+}
+
+// leave gives a place back.
+func (l *ceiling) leave() {
+	l.used.Add(-1)
+	l.settle()
+}
+
+// giveUp gives the session's place back, once.
+func (c *Connector) giveUp(s *session) {
+	if s.placed.CompareAndSwap(true, false) {
+		c.ceiling.Load().leave()
+	}
+}
+
+// dropSpare closes a spare of one of the pools, and reports whether there was one.
+func (l *ceiling) dropSpare() bool {
+	for _, c := range l.connectors() {
+		if s := c.popSpare(); s != nil {
+			s.discard()
+			return true
+		}
+	}
+	return false
+}
+
+func (l *ceiling) connectors() []*Connector {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.members)
+}
+
+// refuse counts a refusal, and returns what the caller gets: the server's own code for too many connections, so that
+// whoever handles one handles the other.
+func (l *ceiling) refuse() error {
+	limit := l.limit.Load()
+	n := l.rejected.Add(1)
+	l.refusal.Store(now())
+	if l.limited.CompareAndSwap(false, true) {
+		l.reported.Store(n - 1)
+		l.log("crdbdrain: the ceiling on connections is reached; new ones are refused", "limit", limit, "connections", l.used.Load())
+	}
+	return &pgconn.PgError{
+		Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: stateTooManyConnections,
+		Message: "crdbdrain: this process has the " + strconv.FormatInt(limit, 10) + " connections to the cluster that " + keyPrefix + "max_connections allows",
+	}
+}
+
+// settle ends the limited state once nothing has been refused for a while.
+func (l *ceiling) settle() {
+	if l.limited.Load() && now()-l.refusal.Load() > int64(calm) && l.limited.CompareAndSwap(true, false) {
+		l.log("crdbdrain: new connections fit under the ceiling again", "limit", l.limit.Load(), "refused", l.rejected.Load()-l.reported.Load())
+	}
+}
+
+// log tells each logger of the cluster's connectors once.
+func (l *ceiling) log(msg string, args ...any) {
+	var told []*slog.Logger
+	for _, c := range l.connectors() {
+		if !slices.Contains(told, c.log) {
+			told = append(told, c.log)
+			c.log.Warn(msg, args...)
+		}
+	}
+}
