@@ -150,6 +150,7 @@ func newFeedClient(w *watchdog, cfg *config) *feedClient {
 		done: make(chan struct{}),
 		client: &http.Client{
 			Transport: &http.Transport{
+				DialContext:         w.dialFeed,
 				TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: cfg.roots},
 				TLSHandshakeTimeout: cfg.pollTimeout,
 				MaxIdleConnsPerHost: 1,

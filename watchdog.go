@@ -6,6 +6,7 @@ import (
 	"errors"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -16,7 +17,9 @@ import (
 // culls, and sweeps idle connections. Its goroutine runs while there are connections to CockroachDB, and no caller ever
 // waits for it.
 type watchdog struct {
-	key string
+	key      string
+	dialFeed func(ctx context.Context, network, addr string) (net.Conn, error)
+
 	cfg atomic.Pointer[config] // what its members' settings come to (common); changed with mu held
 	log *slog.Logger
 
@@ -69,6 +72,8 @@ const (
 type watchdogs struct {
 	mu sync.Mutex
 	of map[string]*watchdog // guarded by mu
+
+	dialFeed func(ctx context.Context, network, addr string) (net.Conn, error) // nil, but in tests
 }
 
 var registry watchdogs
@@ -81,7 +86,7 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	w := r.of[key]
 	if w == nil {
 		w = &watchdog{
-			key:  key,
+			key: key, dialFeed: r.dialFeed,
 			wake: make(chan struct{}, 1), wakes: make(chan struct{}, 1), wakem: make(chan struct{}, 1),
 			nodes:   make(map[nodeID]*nodeInfo),
 			notices: make(map[nodeID]*[numSources]*notice),
