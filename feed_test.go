@@ -134,7 +134,7 @@ func TestFeedServesTheDocument(t *testing.T) {
 // A process that follows a feed has no privilege, asks the cluster nothing but once which rule its IDs follow, and leaves a
 // node as if it had.
 func TestFeedClientLeavesADrainingNode(t *testing.T) {
-	c := startCluster(t, crdbdraintest.Config{Settings: crdbdraintest.Settings{InitialWait: 5 * time.Second}})
+	c := startCluster(t, crdbdraintest.Config{Settings: crdbdraintest.Settings{InitialWait: 1500 * time.Millisecond}})
 	_, s, _ := feedOf(t, c, FeedConfig{})
 	db := open(t, c.DSN(), "crdbdrain_cull_stagger=20ms&crdbdrain_cluster=feed-"+t.Name()+"&crdbdrain_feed="+s.URL)
 	fill(t, db.DB, 9)

@@ -31,6 +31,7 @@ type notice struct {
 	over            bool      // the server has said goodbye: no time is left
 	epoch           int64     // gossip's, 0 if unknown
 	until           time.Time // when it ends by itself; zero: it does not (manual)
+	drained         bool      // another source has seen the drain's begin and end (manual); guarded by watchdog.mu
 }
 
 // mark says that a node is about to leave, whatever number of sources say so.
@@ -480,18 +481,22 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 	for id, said := range w.notices {
 		// A node that says that it is ready, or is listed as not draining, has restarted since it said goodbye. (Not so in
 		// gossip, where it only drains at the very end.)
-		back := said[source] != nil && !nodes[id].leaving() && nodes[id].live
-		refutes := source == sourceReadiness || source == sourceInstances || source == sourceFeed && back
-		if n := said[sourceErrors]; n != nil && refutes && nodes[id].live && n.heard.Before(asked) {
+		over := said[source] != nil && !nodes[id].leaving()
+		back := nodes[id].live && !nodes[id].leaving()
+		refutes := source == sourceReadiness || source == sourceInstances || source == sourceFeed && over
+		if n := said[sourceErrors]; n != nil && refutes && back && n.heard.Before(asked) {
 			said[sourceErrors] = nil
 			changed = true
 		}
-		// The drain for which somebody has marked the node by hand has been seen, and is over.
-		if n := said[sourceManual]; n != nil && back && source != sourceGossip && !said[source].since.Before(n.since) {
-			said[sourceManual] = nil
-			changed = true
+		if n := said[sourceManual]; n != nil && source != sourceGossip {
+			// The drain for which somebody has marked the node by hand: seen to begin, to end, and the node is back.
+			n.drained = n.drained || over && !said[source].since.Before(n.since)
+			if n.drained && back {
+				said[sourceManual] = nil
+				changed = true
+			}
 		}
-		if said[source] != nil && !nodes[id].leaving() {
+		if over {
 			said[source] = nil
 			changed = true
 		}
