@@ -2,14 +2,18 @@
 //
 // Usage:
 //
-//	crdbdrain demo [-json]
+//	crdbdrain demo [-json] [-svg FILE]
+//	crdbdrain check [-json] DSN
+//	crdbdrain watch [-interval DURATION] DSN
+//	crdbdrain feed -dsn DSN [-listen ADDRESS] …
 //	crdbdrain help [command]
 //
 // demo drains and restarts every node of a simulated cluster under load, once for pgx and once for crdbdrain, and prints
-// what each of them saw.
+// what each of them saw. check says what will work with a DSN, and what is missing. watch shows the nodes of a cluster,
+// live.
 //
 // The exit status is 0 after success, 1 if the command could not do its work, 2 if it was called in a way that it does
-// not understand, and 130 if it was interrupted.
+// not understand, 3 if check has found a problem, and 130 if it was interrupted.
 package main
 
 import (
@@ -35,15 +39,13 @@ type command struct {
 	run func(ctx context.Context, args []string, stdout, stderr io.Writer) error
 }
 
-var commands = []command{demoCommand}
-
-// later are the commands that other documents speak of, and this version does not have.
-var later = []string{"check", "watch", "feed"}
+var commands = []command{demoCommand, checkCommand, watchCommand, feedCommand}
 
 const (
 	exitOK          = 0
 	exitFailed      = 1
 	exitUsage       = 2
+	exitLimited     = 3
 	exitInterrupted = 130 // 128 + SIGINT, as shells say it
 )
 
@@ -51,6 +53,14 @@ const (
 type usageError string
 
 func (e usageError) Error() string { return string(e) }
+
+// exitStatus is the end of a command that has already said why.
+type exitStatus int
+
+func (e exitStatus) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
+
+// stdin is standard input, but in tests.
+var stdin io.Reader = os.Stdin
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -64,9 +74,12 @@ func main() {
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	err := dispatch(ctx, args, stdout, stderr)
 	var usage usageError
+	var status exitStatus
 	switch {
 	case err == nil:
 		return exitOK
+	case errors.As(err, &status):
+		return int(status)
 	case errors.As(err, &usage):
 		say(stderr, "crdbdrain: %s\nTry: crdbdrain help\n", err)
 		return exitUsage
@@ -105,13 +118,12 @@ func find(name string) (command, error) {
 			return c, nil
 		}
 	}
-	for _, l := range later {
-		if l == name {
-			return command{}, usageError(fmt.Sprintf("the command %s is not in this version, which has %s", name, names(commands)))
-		}
-	}
 	if strings.HasPrefix(name, "-") {
+		name, _, _ = strings.Cut(name, "=")
 		return command{}, usageError(fmt.Sprintf("unknown flag %q before the command; flags follow it: crdbdrain demo -json", name))
+	}
+	if strings.ContainsAny(name, "=@") || strings.Contains(name, "://") { // not to be repeated: it may hold a password
+		return command{}, usageError("a command is missing before the DSN: crdbdrain check DSN")
 	}
 	return command{}, usageError(fmt.Sprintf("unknown command %q; this version has %s", name, names(commands)))
 }
@@ -155,6 +167,7 @@ EXIT STATUS
     0      success
     1      the command could not do its work; the reason is on standard error
     2      the call was not understood
+    3      check has found a problem
     130    interrupted
 
 SEE ALSO

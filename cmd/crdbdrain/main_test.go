@@ -19,7 +19,7 @@ func TestCommandLine(t *testing.T) {
 		status         int
 		stdout, stderr string // what it contains; empty: nothing is printed
 	}{
-		{"", exitUsage, "", "crdbdrain: a command is missing; this version has demo\nTry: crdbdrain help\n"},
+		{"", exitUsage, "", "crdbdrain: a command is missing; this version has demo, feed\nTry: crdbdrain help\n"},
 		{"help", exitOK, "SYNOPSIS\n    crdbdrain COMMAND", ""},
 		{"-h", exitOK, "demo     a rolling restart", ""},
 		{"--help", exitOK, "EXIT STATUS", ""},
@@ -28,9 +28,11 @@ func TestCommandLine(t *testing.T) {
 		{"demo --help", exitOK, "crdbdrain demo [-json]", ""},
 		{"help demo demo", exitUsage, "", "help takes one command"},
 		{"help dmeo", exitUsage, "", `unknown command "dmeo"`},
-		{"check", exitUsage, "", "the command check is not in this version, which has demo"},
-		{"watch -x", exitUsage, "", "the command watch is not in this version, which has demo"},
-		{"help feed", exitUsage, "", "the command feed is not in this version, which has demo"},
+		{"check", exitUsage, "", "the command check is not in this version, which has demo, feed"},
+		{"watch -x", exitUsage, "", "the command watch is not in this version, which has demo, feed"},
+		{"help feed", exitOK, "crdbdrain feed -dsn DSN", ""},
+		{"feed", exitUsage, "", "feed: a DSN is missing: -dsn, or better CRDBDRAIN_DSN in the environment"},
+		{"feed -listen :1 -dsn x", exitUsage, "", "feed: -listen is no loopback address"},
 		{"-json demo", exitUsage, "", `unknown flag "-json" before the command; flags follow it: crdbdrain demo -json`},
 		{"demo -jsn", exitUsage, "", "demo: flag provided but not defined: -jsn"},
 		{"demo -json=perhaps", exitUsage, "", `demo: invalid boolean value "perhaps"`},
