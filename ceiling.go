@@ -2,7 +2,6 @@ package crdbdrain
 
 import (
 	"context"
-	"log/slog"
 	"slices"
 	"strconv"
 	"sync"
@@ -188,7 +187,9 @@ func (l *ceiling) refuse() error {
 	l.refusal.Store(now())
 	if l.limited.CompareAndSwap(false, true) {
 		l.reported.Store(n - 1)
-		l.log("crdbdrain: the ceiling on connections is reached; new ones are refused", "limit", limit, "connections", l.used.Load())
+		for _, log := range loggersOf(l.connectors()) {
+			log.Warn("crdbdrain: the ceiling on connections is reached; new ones are refused", "limit", limit, "connections", l.used.Load())
+		}
 	}
 	return &pgconn.PgError{
 		Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: stateTooManyConnections,
@@ -199,17 +200,8 @@ func (l *ceiling) refuse() error {
 // settle ends the limited state once nothing has been refused for a while.
 func (l *ceiling) settle() {
 	if l.limited.Load() && now()-l.refusal.Load() > int64(calm) && l.limited.CompareAndSwap(true, false) {
-		l.log("crdbdrain: new connections fit under the ceiling again", "limit", l.limit.Load(), "refused", l.rejected.Load()-l.reported.Load())
-	}
-}
-
-// log tells each logger of the cluster's connectors once.
-func (l *ceiling) log(msg string, args ...any) {
-	var told []*slog.Logger
-	for _, c := range l.connectors() {
-		if !slices.Contains(told, c.log) {
-			told = append(told, c.log)
-			c.log.Warn(msg, args...)
+		for _, log := range loggersOf(l.connectors()) {
+			log.Info("crdbdrain: new connections fit under the ceiling again", "limit", l.limit.Load(), "refused", l.rejected.Load()-l.reported.Load())
 		}
 	}
 }

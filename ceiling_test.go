@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql/driver"
 	"errors"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -269,5 +270,47 @@ func TestCeilingIsExact(t *testing.T) {
 	_ = p.Close()
 	if n := p.c.ceiling.Load().used.Load(); n != 0 {
 		t.Errorf("%d places are taken after Close", n)
+	}
+}
+
+// A storm of connection attempts at the ceiling leaves nothing behind, and logs one line.
+func TestCeilingInAStorm(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 1, Memory: true})
+	logs := &logTrap{}
+	p := openMem(t, c, still+"&crdbdrain_max_connections=4", WithLogger(logs.logger()))
+	fill(t, p.DB, 4)
+	storm := func(n int64) {
+		failed, err := burst(100, int(n/100), func() error {
+			dc, err := p.c.Connect(context.Background())
+			if err == nil {
+				_ = dc.Close()
+			}
+			return err
+		})
+		if failed != n {
+			t.Errorf("%d of %d attempts were refused", failed, n)
+		}
+		wantRefused(t, err, "4")
+	}
+	storm(1000)
+	heap := func() int64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	before, goroutines, dials := heap(), runtime.NumGoroutine(), c.Stats().Accepts
+	storm(10_000)
+	if grown := heap() - before; grown > 256<<10 {
+		t.Errorf("the heap has grown by %d KiB", grown>>10)
+	}
+	if n := runtime.NumGoroutine() - goroutines; n > 2 {
+		t.Errorf("%d more goroutines", n)
+	}
+	if n := c.Stats().Accepts - dials; n != 0 {
+		t.Errorf("%d dials", n)
+	}
+	if n := logs.count("is reached"); n != 1 {
+		t.Errorf("%d lines", n)
 	}
 }

@@ -20,7 +20,7 @@
 // # Parameters
 //
 //	crdbdrain_mode                    on        observe: everything but the culls, which are counted as would-be; off: plain pgx
-//	crdbdrain_sources                 auto      comma list of instances, gossip, readiness, errors; auto: every one that is configured and permitted
+//	crdbdrain_sources                 auto      comma list of instances, gossip, readiness, feed, manual, errors; auto: every one that is configured and permitted
 //	crdbdrain_readiness               none      comma list of the nodes' HTTP base URLs; {host} stands for each host of the DSN; a name stands for all its addresses
 //	crdbdrain_unsafe_internals        off       on: the watchdog's own connection may SET allow_unsafe_internals (v26.1 and later need it for instances and gossip; the server audits it)
 //	crdbdrain_poll_interval           5s        at least 100ms, ±20 % at random
@@ -33,6 +33,9 @@
 //	crdbdrain_rebalance               on        off: do not move a fair share back when a node has returned or joined
 //	crdbdrain_ttl                     0         replace connections older than this (up to a tenth more at random), at most one every
 //	crdbdrain_ttl_stagger             6s
+//	crdbdrain_feed                    none      URL of a drain feed: this process then asks the cluster nothing
+//	crdbdrain_feed_token_file         none      its bearer token; read for every request
+//	crdbdrain_max_connections         0         ceiling over all pools of the cluster in the process; 0: none
 //	crdbdrain_host_order              random    with more than one host; listed: in the DSN's order. Hosts known to be marked nodes come last
 //	crdbdrain_cluster                 none      a name that makes several DSNs one cluster; default: the set of hosts and the routing option
 //	crdbdrain_otelsql                 off       on: spans and query metrics of XSAM/otelsql
@@ -51,6 +54,13 @@
 // With the server's default settings (both 0s) all of these come within milliseconds, and no client can leave in time.
 // What the driver does then: it never hands out a connection that the server has closed, and runs again, on another
 // node, a statement that the server's own shutdown notice shows was not executed.
+//
+// # Several pools, several processes
+//
+// All pools of one cluster in a process share one watchdog: one poll an interval, made with a role that may. One
+// process can poll for all others ([NewFeedHandler], the command crdbdrain feed), and pace what they do together.
+// [Connector.SetDraining] marks a node by hand, [Connector.WaitDrained] is the barrier of a roll script, and
+// [Connector.Shutdown] empties a pool before its process ends.
 //
 // # What it never does
 //

@@ -226,9 +226,9 @@ func (w *watchdog) feedState(instance string, sequence uint64, rate float64) (s 
 	}
 	// Replicas that know the same have the same tag: a client that goes from one to another is not told anything twice.
 	sum := sha256.New()
-	fmt.Fprintf(sum, "%d %q %d %g", doc.Version, doc.Cluster, doc.WindowMS, rate)
+	_, _ = fmt.Fprintf(sum, "%d %q %d %g", doc.Version, doc.Cluster, doc.WindowMS, rate)
 	for _, n := range doc.Nodes {
-		fmt.Fprintf(sum, " %d %s", n.ID, n.State)
+		_, _ = fmt.Fprintf(sum, " %d %s", n.ID, n.State)
 	}
 	head, err := json.Marshal(struct {
 		*feedDocument
@@ -526,7 +526,7 @@ func (h *FeedHandler) serveMark(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	fmt.Fprintf(w, "{\"node\":%d,\"state\":%q,\"until\":%q}\n", node, nodeDraining, until.UTC().Format(time.RFC3339))
+	_, _ = fmt.Fprintf(w, "{\"node\":%d,\"state\":%q,\"until\":%q}\n", node, nodeDraining, until.UTC().Format(time.RFC3339))
 }
 
 func (h *FeedHandler) serveUnmark(w http.ResponseWriter, r *http.Request) {

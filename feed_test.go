@@ -7,12 +7,15 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"reflect"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -448,7 +451,7 @@ func TestFeedClientReconnects(t *testing.T) {
 	addr := l.Addr().String()
 	serve := func(l net.Listener, state string) *http.Server {
 		s := &http.Server{ReadHeaderTimeout: time.Minute, Handler: text(`{"version":1,"cluster":"C","nodes":[{"id":1,"state":"active"},{"id":2,"state":"` + state + `"}]}`)}
-		go s.Serve(l) //nolint:errcheck // it ends with Close
+		go s.Serve(l)
 		return s
 	}
 	s := serve(l, "active")
@@ -543,7 +546,7 @@ func BenchmarkFeedClients(b *testing.B) {
 	s.Close()
 	l := newMemListener()
 	server := &http.Server{Handler: h, ReadHeaderTimeout: time.Minute}
-	go server.Serve(l) //nolint:errcheck // it ends with Close
+	go server.Serve(l)
 	defer server.Close()
 	eventually(b, "the feed is ready", func() bool { _, _, ok := h.fresh(); return ok })
 	var conns []net.Conn
@@ -619,5 +622,36 @@ func BenchmarkFeedClients(b *testing.B) {
 	b.ReportMetric(last.Seconds()*1000, "ms/mark-to-last")
 	for _, conn := range conns {
 		_ = conn.Close()
+	}
+}
+
+// The schema in the documentation has the fields of the document, and no other.
+func TestFeedSchema(t *testing.T) {
+	text, err := os.ReadFile("docs/feed.schema.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	type object struct {
+		Properties map[string]object
+		Items      *object
+	}
+	var schema object
+	if err := json.Unmarshal(text, &schema); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		of     any
+		schema object
+	}{{feedDocument{}, schema}, {feedNode{}, *schema.Properties["nodes"].Items}, {feedFleet{}, schema.Properties["fleet"]}} {
+		var want []string
+		for f := range reflect.TypeOf(tt.of).Fields() {
+			name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+			want = append(want, name)
+		}
+		got := slices.Sorted(maps.Keys(tt.schema.Properties))
+		slices.Sort(want)
+		if !slices.Equal(got, want) {
+			t.Errorf("%T: the schema has %v, the document %v", tt.of, got, want)
+		}
 	}
 }

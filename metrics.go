@@ -454,8 +454,13 @@ func (w *watchdog) drainCount(s *session, count func(*drain)) {
 // drainNoticed is the event that logs a drain's begin. w.mu is held.
 func (w *watchdog) drainNoticed(d *drain, mk *mark) event {
 	node, source, held, kind := d.node, d.source.String(), d.held, reasonNames[mk.reason()]
+	needed, window := time.Duration(held)*w.fleetGap(), w.window()
 	return func() {
 		w.log.Info("crdbdrain: a node is leaving", "node", uint32(node), "reason", kind, "source", source, "connections", held)
+		if needed > window && !mk.decommissioning {
+			w.log.Warn("crdbdrain: at the rate that the feed grants the connections do not leave in the window; the server closes the rest",
+				"node", uint32(node), "connections", held, "needed", needed, "window", window)
+		}
 	}
 }
 

@@ -50,9 +50,8 @@ wait:
 		case <-tick.C:
 		}
 		c.leaving.Store(true)
-		var idle *session
-		n := 0
-		if idle, n, sum.Left = c.open(); sum.Left == 0 {
+		idle, n, left := c.open()
+		if left == 0 {
 			break
 		}
 		if n > 0 && gap == 0 {

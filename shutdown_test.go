@@ -163,7 +163,7 @@ func TestSetDrainingAndWaitDrained(t *testing.T) {
 		if err := <-drained; err != nil {
 			t.Error(err)
 		}
-		time.Sleep(time.Second) // Terminate
+		time.Sleep(time.Second)                             // Terminate
 		if n := c.Node(2).Stats().Open; n > 1 || busy > 2 { // the watchdog's may be one
 			t.Errorf("%d connections, %d before the transaction's end", n, busy)
 		}

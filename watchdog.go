@@ -107,6 +107,16 @@ func (r *watchdogs) join(c *Connector) *watchdog {
 	return w
 }
 
+// loggersOf returns the connectors' loggers, each once.
+func loggersOf(connectors []*Connector) (loggers []*slog.Logger) {
+	for _, c := range connectors {
+		if !slices.Contains(loggers, c.log) {
+			loggers = append(loggers, c.log)
+		}
+	}
+	return loggers
+}
+
 // common is what the settings of one cluster's connectors come to, for what concerns the cluster as a whole: every source
 // that one of them names, the shortest interval and window, the longest stagger. What concerns a connection (mode, spares,
 // rerun, rebalance, TTL) stays its connector's own.
@@ -152,14 +162,8 @@ func (h members) WithAttrs([]slog.Attr) slog.Handler       { return h } // the w
 func (h members) WithGroup(string) slog.Handler            { return h }
 
 func (h members) Handle(ctx context.Context, r slog.Record) error {
-	var loggers []*slog.Logger
-	for _, c := range h.w.connectors() {
-		if !slices.Contains(loggers, c.log) {
-			loggers = append(loggers, c.log)
-		}
-	}
 	var errs []error
-	for _, l := range loggers {
+	for _, l := range loggersOf(h.w.connectors()) {
 		if l.Enabled(ctx, r.Level) {
 			errs = append(errs, l.Handler().Handle(ctx, r.Clone()))
 		}
@@ -468,7 +472,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 		}
 	}
 	if len(s.idle) == 0 {
-		return slowSweep
+		return w.turnWithin(slowSweep, m, t)
 	}
 	for len(s.idle) > 0 {
 		c := s.idle[0]
@@ -500,11 +504,30 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 			if v == keep {
 				break
 			}
-			return min(max(w.gap(m, t)/4, time.Millisecond), 25*time.Millisecond)
+			return w.turnWithin(min(max(w.gap(m, t)/4, time.Millisecond), 25*time.Millisecond), m, t)
 		}
 		s.idle = s.idle[1:]
 	}
-	return listAgain
+	return w.turnWithin(listAgain, m, t)
+}
+
+// turnWithin shortens d to the process's next turn in its fleet: at the same moment every process would be late alike.
+func (w *watchdog) turnWithin(d time.Duration, m *marks, t time.Time) time.Duration {
+	if w.fleet.Load() == nil {
+		return d
+	}
+	sooner := func(at time.Time) {
+		if left := at.Sub(t); left > 0 {
+			d = min(d, left)
+		}
+	}
+	sooner(m.from)
+	for _, c := range w.connectors() {
+		c.spares.mu.Lock()
+		sooner(c.spares.next)
+		c.spares.mu.Unlock()
+	}
+	return d
 }
 
 // connectors returns the members.

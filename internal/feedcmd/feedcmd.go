@@ -156,7 +156,7 @@ func (o *Options) Run(ctx context.Context, stderr io.Writer) error {
 	if err := server.Shutdown(bound); err != nil {
 		_ = server.Close()
 	}
-	<-served
+	_ = <-served // http.ErrServerClosed
 	if feedErr != nil {
 		return fmt.Errorf("clients were cut off: %w", feedErr)
 	}

@@ -191,7 +191,7 @@ func TestTLSReload(t *testing.T) {
 	addr, _, stop := start(t, o)
 	serial := func() string {
 		t.Helper()
-		conn, err := tls.Dial("tcp", addr, &tls.Config{InsecureSkipVerify: true}) //nolint:gosec // whose it is is not the question
+		conn, err := tls.Dial("tcp", addr, &tls.Config{InsecureSkipVerify: true})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -255,5 +255,56 @@ func TestRunFails(t *testing.T) {
 		if err = o.Run(t.Context(), log); err == nil || strings.Contains(err.Error()+log.String(), "hunter2") {
 			t.Errorf("%q: %v\n%s", args, err, log)
 		}
+	}
+}
+
+// A client that sends its request byte by byte, and one whose request is too long, do not last.
+func TestSlowAndLongRequests(t *testing.T) {
+	c := crdbdraintest.Start(crdbdraintest.Config{})
+	defer c.Close()
+	o, err := parse(t, "-dsn", c.DSN(), "-listen", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr, _, stop := start(t, o)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		conn, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		begin := time.Now()
+		for _, b := range []byte("GET /v1/drain HTTP/1.1\r\nHost: x\r\nX-Long: " + strings.Repeat("x", 1000)) {
+			if _, err := conn.Write([]byte{b}); err != nil {
+				break
+			}
+			time.Sleep(20 * time.Millisecond)
+			if time.Since(begin) > 15*time.Second {
+				t.Error("a slow request is let go on")
+				return
+			}
+		}
+	})
+	wg.Go(func() {
+		conn, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		_ = conn.SetDeadline(time.Now().Add(10 * time.Second))
+		go func() {
+			_, _ = io.WriteString(conn, "GET /v1/drain HTTP/1.1\r\nHost: x\r\nX-Long: "+strings.Repeat("x", 1<<20)+"\r\n\r\n")
+		}()
+		resp, err := io.ReadAll(conn)
+		if !strings.HasPrefix(string(resp), "HTTP/1.1 431") {
+			t.Errorf("a long request: %q, %v", resp, err)
+		}
+	})
+	wg.Wait()
+	if err := stop(); err != nil {
+		t.Error(err)
 	}
 }
