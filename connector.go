@@ -66,6 +66,7 @@ type Connector struct {
 	log        *slog.Logger
 	provider   metric.MeterProvider
 	nodeMetric bool
+	pooled     bool // its connections are a pgxpool's (AttachPool)
 	stdOpts    []stdlib.OptionOpenDB
 
 	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
@@ -73,6 +74,7 @@ type Connector struct {
 	shutting atomic.Bool              // Shutdown has been called: no new connections
 	leaving  atomic.Bool              // and its grace is over: connections that come back are closed
 	returned atomic.Int64             // that came back so
+	landed   atomic.Int32             // in a pgxpool: fresh connections on a marked node, in a row
 	registry *watchdogs               // the process's
 	in       atomic.Pointer[instruments]
 	spares   spares
@@ -124,6 +126,7 @@ type attempt struct {
 	lookups map[string][]string // addresses by host name, as pgx resolved them
 	addr    string              // dialled last
 	refused []string            // addresses that refused because their node drains
+	refusal func()              // called at each; nil in database/sql's dials, which look afterwards
 	link    *link               // made last
 }
 
@@ -193,6 +196,9 @@ func (a *attempt) listen(cc *pgconn.Config) {
 		// "unexpected EOF" in its place.
 		if e.Message == noticeNotAcceptingClients {
 			a.refused = append(a.refused, a.addr)
+			if a.refusal != nil {
+				a.refusal()
+			}
 		}
 		if l.first != nil && l.words.Load() == goodbyeErrored {
 			*e = *l.first // pgx keeps the first error of a request in most of its protocols; keep it in all
@@ -360,18 +366,27 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	}
 	s.std = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
 	s.pg = s.std.Conn().PgConn()
+	if err := c.welcome(ctx, s, a); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// welcome stamps a new session and enters it with the watchdog, where it is to CockroachDB.
+func (c *Connector) welcome(ctx context.Context, s *session, a *attempt) (err error) {
 	l := a.link
 	if s.pg.ParameterStatus("crdb_version") == "" || l == nil || l.r == nil {
-		return s, nil // PostgreSQL, or a pooler that hides CockroachDB, or hooks that keep the driver from hearing it
+		return nil // PostgreSQL, or a pooler that hides CockroachDB, or hooks that keep the driver from hearing it
 	}
-	if w = c.attach(); w == nil {
-		return s, nil // closed meanwhile
+	w := c.attach()
+	if w == nil {
+		return nil // closed meanwhile
 	}
 	s.link = l
 	s.id = nodeFromPID(s.pg.PID())
 	if w.rule.Load() == ruleAsk {
 		if s.id, err = askNodeID(ctx, s.pg); s.pg.IsClosed() {
-			return nil, fmt.Errorf("crdbdrain: the connection was lost while its node was asked for: %w", err)
+			return fmt.Errorf("crdbdrain: the connection was lost while its node was asked for: %w", err)
 		}
 		s.asked = err == nil
 	}
@@ -382,7 +397,7 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	if l.words.Load() != goodbyeNone { // said in the packet that welcomed us, before there was anybody to tell
 		w.heardGoodbye(s)
 	}
-	return s, nil
+	return nil
 }
 
 // askNodeID asks the server for its node ID, on a connection that nobody has yet. It is for clusters behind a proxy that

@@ -75,7 +75,11 @@ func (mv *mover) step(w *watchdog, t time.Time) (next time.Duration) {
 		if ready && !t.Before(mv.ttlNext) {
 			if victim := w.oldest(t); victim != nil {
 				mv.ttlNext = t.Add(max(stagger, w.fleetGap()))
-				w.move(victim.connector, nil, victim, 1)
+				if victim.connector.pooled {
+					victim.giveWay(reasonTTL)
+				} else {
+					w.move(victim.connector, nil, victim, 1)
+				}
 			}
 		}
 		again(maxTime(mv.ttlNext, t.Add(min(stagger, time.Second))))
@@ -83,7 +87,9 @@ func (mv *mover) step(w *watchdog, t time.Time) (next time.Duration) {
 	if t.Before(mv.homeNext) {
 		again(mv.homeNext)
 	} else if p, ok := w.plan(); ok {
-		if ready && p.c != nil {
+		if ready && p.c != nil && p.c.pooled {
+			w.giveBack(p.c)
+		} else if ready && p.c != nil {
 			w.move(p.c, p.hosts, nil, p.atOnce)
 		}
 		mv.homeNext = t.Add(p.gap)
@@ -186,7 +192,7 @@ func (s *session) replaceWith(r *session, reason cullReason) bool {
 // movable reports whether the session may be replaced: somebody's or the pool's, nothing waits to take its place, and
 // nothing has lately waited in vain.
 func (s *session) movable() bool {
-	return s.state.Load() != sessionGone && !s.reserve.Load() && s.replacement.Load() == nil && s.heldUntil.Load() <= now()
+	return s.state.Load() != sessionGone && !s.reserve.Load() && s.replacement.Load() == nil && s.heldUntil.Load() <= now() && s.leave.Load() == 0
 }
 
 // ttl returns how long the connector keeps a connection; 0: as long as it lasts.

@@ -28,7 +28,7 @@ type stdConn = stdlib.Conn
 // The states change by compare-and-swap. Whoever moves a session to sessionGone closes it. The sweep can only take one
 // that is idle; nothing but the pool touches one in use.
 type session struct {
-	std       *stdConn
+	std       *stdConn // nil in a pgxpool
 	pg        *pgconn.PgConn
 	connector *Connector
 
@@ -41,6 +41,7 @@ type session struct {
 	jitter time.Duration // on top of its TTL, drawn once
 
 	checkedOut int64 // by now(): pgx's measure of when to ping; the holder's
+	prepared   bool  // it has been handed out, in a pgxpool; the holder's
 
 	draining  chan struct{} // closed when the node is marked; made on demand; guarded by w.mu
 	signalled bool          // it is closed; guarded by w.mu
@@ -53,6 +54,7 @@ type session struct {
 	heldUntil   atomic.Int64 // by now(): a replacement has waited in vain for it to come back, no other is dialled for it
 
 	placed  atomic.Bool   // it has a place under the ceiling
+	leave   atomic.Uint32 // in a pgxpool: it is to be given up when it comes back, for this cullReason + 1
 	state   atomic.Uint32 // session*
 	idled   atomic.Int64  // when it became idle, by now()
 	ended   atomic.Bool   // counted as culled or lost
@@ -165,7 +167,11 @@ func (s *session) bury() error {
 		s.lost(lostActive) // heard in the middle of rows, say
 	}
 	s.w.remove(s)
-	s.connector.closeLater(s.std)
+	if s.std == nil {
+		s.connector.hangUpLater(s)
+	} else {
+		s.connector.closeLater(s.std)
+	}
 	return nil
 }
 
