@@ -2,6 +2,7 @@ package crdbdrain
 
 import (
 	"context"
+	"crypto/tls"
 	"database/sql/driver"
 	"errors"
 	"fmt"
@@ -69,20 +70,21 @@ type Connector struct {
 	pooled     bool // its connections are a pgxpool's (AttachPool)
 	stdOpts    []stdlib.OptionOpenDB
 
-	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
-	ceiling  atomic.Pointer[ceiling]  // of this connector's cluster, from the first dial on
-	shutting atomic.Bool              // Shutdown has been called: no new connections
-	leaving  atomic.Bool              // and its grace is over: connections that come back are closed
-	returned atomic.Int64             // that came back so
-	landed   atomic.Int32             // in a pgxpool: fresh connections on a marked node, in a row
-	registry *watchdogs               // the process's
-	in       atomic.Pointer[instruments]
-	spares   spares
-	ctx      context.Context // ends with the connector; for what it does in the background
-	cancel   context.CancelFunc
-	dialing  atomic.Int64 // dials under way
-	tally    tally
-	closing  sync.WaitGroup // connections being closed in the background
+	watchdog  atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
+	ceiling   atomic.Pointer[ceiling]  // of this connector's cluster, from the first dial on
+	encrypted atomic.Bool              // the last connection to CockroachDB has TLS
+	shutting  atomic.Bool              // Shutdown has been called: no new connections
+	leaving   atomic.Bool              // and its grace is over: connections that come back are closed
+	returned  atomic.Int64             // that came back so
+	landed    atomic.Int32             // in a pgxpool: fresh connections on a marked node, in a row
+	registry  *watchdogs               // the process's
+	in        atomic.Pointer[instruments]
+	spares    spares
+	ctx       context.Context // ends with the connector; for what it does in the background
+	cancel    context.CancelFunc
+	dialing   atomic.Int64 // dials under way
+	tally     tally
+	closing   sync.WaitGroup // connections being closed in the background
 
 	hidden atomic.Bool // said that a wrapper hides the hooks
 
@@ -128,6 +130,8 @@ type attempt struct {
 	refused []string            // addresses that refused because their node drains
 	refusal func()              // called at each; nil in database/sql's dials, which look afterwards
 	link    *link               // made last
+
+	encrypted bool // that connection has TLS
 }
 
 type attemptKey struct{}
@@ -157,6 +161,7 @@ func hook(cc *pgx.ConnConfig) {
 		return dial(ctx, network, addr)
 	}
 	cc.AfterNetConnect = func(ctx context.Context, pc *pgconn.Config, nc net.Conn) (net.Conn, error) {
+		_, encrypted := nc.(*tls.Conn)
 		if after != nil {
 			var err error
 			if nc, err = after(ctx, pc, nc); err != nil {
@@ -164,7 +169,7 @@ func hook(cc *pgx.ConnConfig) {
 			}
 		}
 		if a := attemptOf(ctx); a != nil {
-			a.link = &link{conn: nc, peeker: newPeeker(nc)}
+			a.link, a.encrypted = &link{conn: nc, peeker: newPeeker(nc)}, encrypted
 		}
 		return nc, nil
 	}
@@ -383,6 +388,7 @@ func (c *Connector) welcome(ctx context.Context, s *session, a *attempt) (err er
 		return nil // closed meanwhile
 	}
 	s.link = l
+	c.encrypted.Store(a.encrypted)
 	s.id = nodeFromPID(s.pg.PID())
 	if w.rule.Load() == ruleAsk {
 		if s.id, err = askNodeID(ctx, s.pg); s.pg.IsClosed() {

@@ -141,6 +141,35 @@ func TestC16(t *testing.T) {
 	}
 }
 
+// C16: the watchdog dials a node that refuses once a poll, and the way that the application's connections came: never in
+// clear text where they have TLS.
+func TestC16TheWatchdogDialsOneWay(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"disable", "allow", "prefer", "require"} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			p := startPeer(t, true)
+			db := open(t, fmt.Sprintf("postgres://app@%s/defaultdb?crdbdrain_sources=instances&crdbdrain_poll_interval=1h&sslmode=%s", p.ln.Addr(), mode), "")
+			sc, err := db.Conn(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer sc.Close()
+			w := db.c.watchdog.Load()
+			failures := func() int { return w.status(sourceInstances).failures }
+			p.mu.Lock()
+			p.refuse = func(int) *pgproto3.ErrorResponse { return refusal() }
+			p.mu.Unlock()
+			before := p.accepts()
+			w.poke()
+			eventually(t, "a poll that fails", func() bool { return failures() > 0 })
+			if n := p.accepts() - before; n != 1 {
+				t.Errorf("%d dials in a poll, want 1", n)
+			}
+		})
+	}
+}
+
 // TestC17 has the first host answer what ends pgx's walk through the hosts, and what does not: the driver adds no stop
 // of its own, and takes none away.
 func TestC17(t *testing.T) {

@@ -691,6 +691,7 @@ func dialSideOnce(ctx context.Context, q question, by *Connector) (*sideConn, er
 	}
 	cc.OnNotice, cc.OnNotification, cc.ValidateConnect, cc.AfterConnect = nil, nil, nil, nil
 	cc.MaxProtocolMessageBodyLen = maxMessage
+	oneWay(&cc.Config, by.encrypted.Load())
 	orderHosts(&cc.Config, cfg.hostOrder, nil, nil)
 	// After a failure pgx dials once more to cancel what may still be running. There is nothing to cancel here, and the
 	// server may hang.
@@ -731,6 +732,17 @@ func dialSideOnce(ctx context.Context, q question, by *Connector) (*sideConn, er
 		}
 	}
 	return side, nil
+}
+
+// oneWay keeps of each host the way to it by which the application's connections come, with TLS or without: under
+// sslmode=prefer or allow pgx would try a node that refuses both ways, once of them in clear text.
+func oneWay(cc *pgconn.Config, encrypted bool) {
+	hosts := append([]*pgconn.FallbackConfig{{Host: cc.Host, Port: cc.Port, TLSConfig: cc.TLSConfig}}, cc.Fallbacks...)
+	hosts = slices.DeleteFunc(hosts, func(h *pgconn.FallbackConfig) bool { return (h.TLSConfig != nil) != encrypted })
+	if len(hosts) == 0 {
+		return
+	}
+	cc.Host, cc.Port, cc.TLSConfig, cc.Fallbacks = hosts[0].Host, hosts[0].Port, hosts[0].TLSConfig, hosts[1:]
 }
 
 // ask sends a statement and returns its rows.

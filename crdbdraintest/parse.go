@@ -413,6 +413,8 @@ func paramTypes(st *stmt, given []uint32) []uint32 {
 			return j >= 0 && j < len(st.toks) && st.toks[j].kind == tokOp && strings.Contains("+-*/", st.toks[j].text)
 		}
 		switch {
+		case i+3 < len(st.toks) && st.toks[i+1].text == "::" && strings.HasPrefix(st.toks[i+3].text, "["):
+			// an array, of which the client knows more
 		case i+2 < len(st.toks) && st.toks[i+1].text == "::":
 			types[k-1] = castType(st.toks[i+2].text)
 		case i >= 2 && word(st.toks, i-2) == "pg_sleep":

@@ -60,7 +60,6 @@ type library struct {
 	prepare func(ctx context.Context, db *sql.DB) error       // what PostgreSQL needs apart from the table items
 	answer  func(q crdbdraintest.Query) *crdbdraintest.Result // on the simulated cluster, before its answer for items
 	lb      crdbdraintest.LoadBalancerConfig                  // of the simulated cluster
-	params  string                                            // of the DSN, on the simulated cluster
 	table   string                                            // that put inserts into; items if empty
 }
 
@@ -248,7 +247,7 @@ func TestRollingRestart(t *testing.T) {
 func rollingRestart(t *testing.T, lib library) {
 	cluster := startCluster(lib.answer, lib.lb)
 	defer cluster.Close()
-	c, err := lib.open(t.Context(), dsnWith(cluster.DSN()+lib.params, drainParams(cluster)...))
+	c, err := lib.open(t.Context(), dsnWith(cluster.DSN(), drainParams(cluster)...))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -23,15 +23,12 @@ type jobArgs struct {
 
 func (jobArgs) Kind() string { return "item" }
 
-// riverParams is for the simulated nodes alone, which cannot read parameters that are arrays of smallint.
-const riverParams = "&default_query_exec_mode=simple_protocol"
-
 // river's driver for database/sql takes a *sql.DB.
 func Example_river() {
 	cluster := crdbdraintest.Start(crdbdraintest.Config{Handler: answerRiver})
 	defer cluster.Close()
 
-	db, err := sql.Open("crdbdrain", cluster.DSN()+riverParams)
+	db, err := sql.Open("crdbdrain", cluster.DSN())
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -61,7 +58,6 @@ var quiet = slog.New(slog.DiscardHandler)
 var riverLibrary = library{
 	name:    "river",
 	table:   "river_job",
-	params:  riverParams,
 	answer:  answerRiver,
 	prepare: migrateRiver,
 	open: func(ctx context.Context, dsn string) (*client, error) {
