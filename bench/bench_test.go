@@ -59,7 +59,7 @@ func TestCommand(t *testing.T) {
 	}{
 		{"-h", exitOK, ""},
 		{"-scenario nowhere", exitUsage, `unknown name "nowhere"; there are window, no-window, idle, saturated, hosts, large`},
-		{"-pools mysql", exitUsage, `unknown name "mysql"; there are pgx, pgx+life, pgxpool, pgxpool+life, crdbdrain`},
+		{"-pools mysql", exitUsage, `unknown name "mysql"; there are pgx, pgx+life, pgxpool, pgxpool+life, crdbdrain, attached`},
 		{"-runs -1", exitUsage, "-runs is at least 1"},
 		{"-runs many", exitUsage, "invalid value"},
 		{"-quick now", exitUsage, `unexpected argument "now"`},

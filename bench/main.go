@@ -38,6 +38,7 @@ FLAGS
 %s
     -pools NAMES
         Comma list of pools; all of them by default: %s.
+        Besides, "attached": pgxpool with the driver's hooks.
     -runs N
         Runs of each scenario, 5 by default. The table shows medians over them.
     -apart
@@ -150,7 +151,10 @@ func bench(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	pools, err := pick(contenders, *poolNames, func(c contender) string { return c.name })
+	pools := contenders
+	if *poolNames != "" {
+		pools, err = pick(append(slices.Clip(contenders), attached), *poolNames, func(c contender) string { return c.name })
+	}
 	if err != nil {
 		return err
 	}

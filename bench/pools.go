@@ -35,6 +35,9 @@ var contenders = []contender{
 	{ours, openOurs},
 }
 
+// attached is pgxpool with the driver's hooks. It is there where -pools names it.
+var attached = contender{"attached", openAttached}
+
 // control is pgx on a cluster that nothing happens to.
 var control = contender{"undrained", contenders[0].open}
 
@@ -173,6 +176,37 @@ func openPgxpool(s scenario, c *crdbdraintest.Cluster, lifetime bool) (pool, err
 		return nil, err
 	}
 	return pgxPool{p}, nil
+}
+
+// attachedPool is a pgxpool and the connector that AttachPool returned.
+type attachedPool struct {
+	pgxPool
+	connector *crdbdrain.Connector
+}
+
+func openAttached(s scenario, c *crdbdraintest.Cluster) (pool, error) {
+	cfg, err := pgxpool.ParseConfig(dsn(s, c) + strings.Replace(s.params, "READINESS", c.ReadinessURLs(), 1))
+	if err != nil {
+		return nil, err
+	}
+	cfg.ConnConfig.DialFunc = slowDial(s)
+	cfg.MaxConns = int32(s.conns)
+	connector, err := crdbdrain.AttachPool(cfg)
+	if err != nil {
+		return nil, err
+	}
+	p, err := pgxpool.NewWithConfig(context.Background(), cfg)
+	if err != nil {
+		return nil, err
+	}
+	return attachedPool{pgxPool{p}, connector}, nil
+}
+
+func (p attachedPool) stats() crdbdrain.Stats { return p.connector.Stats() }
+
+func (p attachedPool) close() {
+	p.pgxPool.close()
+	_ = p.connector.Close()
 }
 
 func (p pgxPool) run(ctx context.Context, n int) error {

@@ -201,7 +201,7 @@ func runOne(ctx context.Context, s scenario, c contender, say func(string, ...an
 			home = since() > r.endAt+minWatch
 		default:
 		}
-		if home && r.even < 0 && c.name != ours {
+		if home && r.even < 0 && c.name != ours && c.name != attached.name {
 			break
 		}
 		pause(ctx, 50*time.Millisecond)
