@@ -164,7 +164,9 @@ func (c *Connector) prepareDial(cc *pgx.ConnConfig) {
 		dialled[addr]++
 		return dial(in(ctx), network, addr)
 	}
-	cc.AfterNetConnect = func(ctx context.Context, pc *pgconn.Config, nc net.Conn) (net.Conn, error) { return after(in(ctx), pc, nc) }
+	cc.AfterNetConnect = func(ctx context.Context, pc *pgconn.Config, nc net.Conn) (net.Conn, error) {
+		return after(in(ctx), pc, nc)
+	}
 	cc.AfterConnect = func(ctx context.Context, pg *pgconn.PgConn) error {
 		pg.CustomData()[customKey] = a
 		if connected != nil {

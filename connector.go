@@ -70,21 +70,21 @@ type Connector struct {
 	pooled     bool // its connections are a pgxpool's (AttachPool)
 	stdOpts    []stdlib.OptionOpenDB
 
-	watchdog  atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
-	ceiling   atomic.Pointer[ceiling]  // of this connector's cluster, from the first dial on
-	encrypted atomic.Bool              // the last connection to CockroachDB has TLS
-	shutting  atomic.Bool              // Shutdown has been called: no new connections
-	leaving   atomic.Bool              // and its grace is over: connections that come back are closed
-	returned  atomic.Int64             // that came back so
-	landed    atomic.Int32             // in a pgxpool: fresh connections on a marked node, in a row
-	registry  *watchdogs               // the process's
-	in        atomic.Pointer[instruments]
-	spares    spares
-	ctx       context.Context // ends with the connector; for what it does in the background
-	cancel    context.CancelFunc
-	dialing   atomic.Int64 // dials under way
-	tally     tally
-	closing   sync.WaitGroup // connections being closed in the background
+	watchdog atomic.Pointer[watchdog] // of this connector's cluster, from the first connection to CockroachDB on
+	ceiling  atomic.Pointer[ceiling]  // of this connector's cluster, from the first dial on
+	way      atomic.Int32             // of the last connection to CockroachDB: way*
+	shutting atomic.Bool              // Shutdown has been called: no new connections
+	leaving  atomic.Bool              // and its grace is over: connections that come back are closed
+	returned atomic.Int64             // that came back so
+	landed   atomic.Int32             // in a pgxpool: fresh connections on a marked node, in a row
+	registry *watchdogs               // the process's
+	in       atomic.Pointer[instruments]
+	spares   spares
+	ctx      context.Context // ends with the connector; for what it does in the background
+	cancel   context.CancelFunc
+	dialing  atomic.Int64 // dials under way
+	tally    tally
+	closing  sync.WaitGroup // connections being closed in the background
 
 	hidden atomic.Bool // said that a wrapper hides the hooks
 
@@ -388,7 +388,11 @@ func (c *Connector) welcome(ctx context.Context, s *session, a *attempt) (err er
 		return nil // closed meanwhile
 	}
 	s.link = l
-	c.encrypted.Store(a.encrypted)
+	way := int32(wayClear)
+	if a.encrypted {
+		way = wayTLS
+	}
+	c.way.Store(way)
 	s.id = nodeFromPID(s.pg.PID())
 	if w.rule.Load() == ruleAsk {
 		if s.id, err = askNodeID(ctx, s.pg); s.pg.IsClosed() {

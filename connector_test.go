@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgproto3"
 )
@@ -167,6 +168,17 @@ func TestC16TheWatchdogDialsOneWay(t *testing.T) {
 				t.Errorf("%d dials in a poll, want 1", n)
 			}
 		})
+	}
+	// Before there was a connection (a feed has none) the DSN decides.
+	for way, want := range map[int32]int{wayUnknown: 2, wayClear: 1, wayTLS: 1} {
+		cc, err := pgx.ParseConfig("postgres://h/d?sslmode=prefer")
+		if err != nil {
+			t.Fatal(err)
+		}
+		oneWay(&cc.Config, way)
+		if n := 1 + len(cc.Fallbacks); n != want || way != wayClear && cc.TLSConfig == nil || way == wayClear && cc.TLSConfig != nil {
+			t.Errorf("way %d: %d ways, the first with TLS: %v", way, n, cc.TLSConfig != nil)
+		}
 	}
 }
 

@@ -691,7 +691,7 @@ func dialSideOnce(ctx context.Context, q question, by *Connector) (*sideConn, er
 	}
 	cc.OnNotice, cc.OnNotification, cc.ValidateConnect, cc.AfterConnect = nil, nil, nil, nil
 	cc.MaxProtocolMessageBodyLen = maxMessage
-	oneWay(&cc.Config, by.encrypted.Load())
+	oneWay(&cc.Config, by.way.Load())
 	orderHosts(&cc.Config, cfg.hostOrder, nil, nil)
 	// After a failure pgx dials once more to cancel what may still be running. There is nothing to cancel here, and the
 	// server may hang.
@@ -734,11 +734,21 @@ func dialSideOnce(ctx context.Context, q question, by *Connector) (*sideConn, er
 	return side, nil
 }
 
+// The ways to a server.
+const (
+	wayUnknown = iota // there was no connection yet
+	wayClear
+	wayTLS
+)
+
 // oneWay keeps of each host the way to it by which the application's connections come, with TLS or without: under
 // sslmode=prefer or allow pgx would try a node that refuses both ways, once of them in clear text.
-func oneWay(cc *pgconn.Config, encrypted bool) {
+func oneWay(cc *pgconn.Config, way int32) {
+	if way == wayUnknown {
+		return // a feed's: the DSN decides
+	}
 	hosts := append([]*pgconn.FallbackConfig{{Host: cc.Host, Port: cc.Port, TLSConfig: cc.TLSConfig}}, cc.Fallbacks...)
-	hosts = slices.DeleteFunc(hosts, func(h *pgconn.FallbackConfig) bool { return (h.TLSConfig != nil) != encrypted })
+	hosts = slices.DeleteFunc(hosts, func(h *pgconn.FallbackConfig) bool { return (h.TLSConfig != nil) != (way == wayTLS) })
 	if len(hosts) == 0 {
 		return
 	}

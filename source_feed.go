@@ -406,8 +406,9 @@ func (f *feedClient) takeOver(doc feedDocument, asked time.Time) {
 	if share, err := doc.Fleet.share(); err == nil {
 		f.w.fleet.Store(share)
 	}
-	f.w.take(pollResult{
-		answers: []answer{{source: sourceFeed, nodes: nodes, asked: asked}},
-		window:  max(time.Duration(doc.WindowMS)*time.Millisecond, 0),
-	})
+	r := pollResult{answers: []answer{{source: sourceFeed, nodes: nodes, asked: asked}}}
+	if doc.WindowMS > 0 {
+		r.window = max(time.Duration(doc.WindowMS)*time.Millisecond, minWindow) // as askWindow: no feed sets a pace beyond all order
+	}
+	f.w.take(r)
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/crdbdrain/crdbdrain"
 	"github.com/crdbdrain/crdbdrain/crdbdraintest"
+	"github.com/crdbdrain/crdbdrain/internal/chart"
 )
 
 var demoCommand = command{
@@ -29,7 +31,7 @@ var demoCommand = command{
     crdbdrain see it
 
 SYNOPSIS
-    crdbdrain demo [-json]
+    crdbdrain demo [-json] [-svg FILE]
 
 DESCRIPTION
     Starts two simulated clusters in this process, each of three nodes behind a
@@ -61,6 +63,10 @@ FLAGS
         {"drivers":[...],"scenarios":[{"name":...,"drivers":[...]},...]}.
         The outer "drivers" has the sums over both scenarios, with the drain
         times in their order; its connections per node are the last scenario's.
+    -svg FILE
+        Also draw latency, failed operations and connections per node over
+        time, a panel for each driver and scenario, and write the picture to
+        FILE. A browser shows it.
     -h
         Print this text.
 
@@ -91,14 +97,30 @@ NOTE
 	run: func(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		flags := flag.NewFlagSet("demo", flag.ContinueOnError)
 		asJSON := flags.Bool("json", false, "")
+		svgFile := flags.String("svg", "", "")
 		if err := parseFlags(flags, args); err != nil {
 			return err
+		}
+		if *svgFile != "" { // half a minute is too long to find out
+			f, err := os.OpenFile(*svgFile, os.O_WRONLY|os.O_CREATE, 0o644) //nolint:gosec // a picture is for everybody
+			if err != nil {
+				return usageError("demo: -svg: " + err.Error())
+			}
+			if err := f.Close(); err != nil {
+				return err
+			}
 		}
 		d := defaultDemo
 		d.progress = func(format string, args ...any) { say(stderr, format+"\n", args...) }
 		r, err := d.run(ctx)
 		if err != nil {
 			return err
+		}
+		if *svgFile != "" {
+			if err := os.WriteFile(*svgFile, []byte(r.svg()), 0o644); err != nil { //nolint:gosec // a picture is for everybody
+				return err
+			}
+			say(stderr, "The picture is in %s.\n", *svgFile)
 		}
 		if *asJSON {
 			line, err := r.json()
@@ -198,7 +220,7 @@ func (d *demo) runScenario(ctx context.Context, s scenario) (results []*result, 
 	// Both loads run until both rolls are over, so that neither roll has the machine for itself.
 	loads := make([]*load, len(sides))
 	for i, x := range sides {
-		loads[i] = startLoad(x.db, d.workers, d.think)
+		loads[i] = startLoad(x.cluster, x.db, d.workers, d.think)
 	}
 	var wg sync.WaitGroup
 	for i, x := range sides {
@@ -206,6 +228,7 @@ func (d *demo) runScenario(ctx context.Context, s scenario) (results []*result, 
 	}
 	wg.Wait()
 	for i, x := range sides {
+		x.result.open = loads[i].watched()
 		x.result.perNode = perNode(x.cluster)
 		loads[i].stop(x.result)
 		if x.connector != nil {
@@ -310,10 +333,12 @@ func (d *demo) roll(ctx context.Context, x *side, l *load) {
 	defer l.phase.Store(phaseUnmeasured)
 	begin := time.Now()
 	for _, n := range x.cluster.Nodes() {
+		shown := chart.Drain{Node: n.ID(), Start: time.Since(l.begin)}
 		drain := n.Drain(ctx)
 		if drain.Err != nil {
 			return
 		}
+		shown.Took, shown.End = drain.Duration, time.Since(l.begin)
 		lost := int64(drain.LostIdle + drain.LostBusy)
 		x.result.drains = append(x.result.drains, drain.Duration)
 		x.result.lost += lost
@@ -326,6 +351,8 @@ func (d *demo) roll(ctx context.Context, x *side, l *load) {
 			return
 		}
 		n.Start()
+		shown.Up = time.Since(l.begin)
+		x.result.shown = append(x.result.shown, shown)
 		for !x.cluster.LoadBalancer().Up(n.ID()) {
 			if !pause(ctx, 10*time.Millisecond) {
 				return
@@ -371,27 +398,39 @@ const (
 	phaseUnmeasured = iota // counted, but its latency is not
 	phaseSteady
 	phaseRoll
-	numPhases
 )
 
 // load is a closed loop: each worker waits for its operation, pauses, and does the next.
 type load struct {
+	begin  time.Time
 	phase  atomic.Int32
 	cancel context.CancelFunc
 	done   sync.WaitGroup
 	seen   []seen // one per worker
+
+	open    []chart.Open // sampled by a goroutine of its own, which ends with unwatch
+	unwatch context.CancelFunc
+	watch   sync.WaitGroup
 }
 
 // seen is what one worker has seen.
 type seen struct {
-	ops    int64
-	errors map[string]int64
-	took   [numPhases][]time.Duration
+	samples []sample
+	errors  map[string]int64
 }
 
-func startLoad(db *sql.DB, workers int, think time.Duration) *load {
+// sample is one operation.
+type sample struct {
+	chart.Sample
+	phase int32
+}
+
+// watchEvery is how often the connections per node are counted for the picture.
+const watchEvery = 50 * time.Millisecond
+
+func startLoad(c *crdbdraintest.Cluster, db *sql.DB, workers int, think time.Duration) *load {
 	ctx, cancel := context.WithCancel(context.Background())
-	l := &load{cancel: cancel, seen: make([]seen, workers)}
+	l := &load{begin: time.Now(), cancel: cancel, seen: make([]seen, workers)}
 	for i := range workers {
 		l.done.Go(func() {
 			s := &l.seen[i]
@@ -399,20 +438,38 @@ func startLoad(db *sql.DB, workers int, think time.Duration) *load {
 			for n := i; pause(ctx, think/2+rand.N(think)); n++ {
 				phase, begin := l.phase.Load(), time.Now()
 				err := operation(db, n)
-				s.ops++
 				if phase == phaseSteady && l.phase.Load() == phaseRoll {
 					phase = phaseRoll // it met the first drain
 				}
-				if phase != phaseUnmeasured {
-					s.took[phase] = append(s.took[phase], time.Since(begin))
-				}
+				s.samples = append(s.samples, sample{chart.Sample{End: time.Since(l.begin), Took: time.Since(begin), Failed: err != nil}, phase})
 				if err != nil {
 					s.errors[errorCode(err)]++
 				}
 			}
 		})
 	}
+	watch, unwatch := context.WithCancel(context.Background())
+	l.unwatch = unwatch
+	l.watch.Go(func() {
+		for {
+			o := chart.Open{At: time.Since(l.begin)}
+			for _, n := range c.Nodes() {
+				o.Nodes = append(o.Nodes, n.Stats().Open)
+			}
+			l.open = append(l.open, o)
+			if !pause(watch, watchEvery) {
+				return
+			}
+		}
+	})
 	return l
+}
+
+// watched ends the count of connections and returns it.
+func (l *load) watched() []chart.Open {
+	l.unwatch()
+	l.watch.Wait()
+	return l.open
 }
 
 // stop ends the load, and adds what it has seen to a result. Operations that have begun come to their end.
@@ -420,12 +477,19 @@ func (l *load) stop(r *result) {
 	l.cancel()
 	l.done.Wait()
 	for _, s := range l.seen {
-		r.ops += s.ops
+		r.ops += int64(len(s.samples))
 		for code, n := range s.errors {
 			r.errors[code] += n
 		}
-		r.steady = append(r.steady, s.took[phaseSteady]...)
-		r.rolling = append(r.rolling, s.took[phaseRoll]...)
+		for _, x := range s.samples {
+			r.samples = append(r.samples, x.Sample)
+			switch x.phase {
+			case phaseSteady:
+				r.steady = append(r.steady, x.Took)
+			case phaseRoll:
+				r.rolling = append(r.rolling, x.Took)
+			}
+		}
 	}
 	slices.Sort(r.steady)
 	slices.Sort(r.rolling)

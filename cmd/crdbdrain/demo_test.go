@@ -2,7 +2,9 @@ package main
 
 import (
 	"encoding/json"
+	"encoding/xml"
 	"fmt"
+	"io"
 	"slices"
 	"strings"
 	"sync"
@@ -18,7 +20,7 @@ func TestDemo(t *testing.T) {
 	d.workers, d.conns = 8, 18
 	d.warmUp, d.steady = 150*time.Millisecond, 300*time.Millisecond
 	d.linger, d.down, d.settle = 50*time.Millisecond, 50*time.Millisecond, 100*time.Millisecond
-	d.balancer.Interval = 25 * time.Millisecond
+	d.balancer.Interval, d.balancer.Fall = 50*time.Millisecond, 3 // a busy machine answers late
 	d.scenarios = []scenario{
 		{
 			name: "window", title: "window of 0.8 s", label: "With a window of 0.8 s", window: 800 * time.Millisecond,
@@ -93,5 +95,31 @@ func TestDemo(t *testing.T) {
 	}
 	if nodes != 12 {
 		t.Errorf("%d lines of progress about nodes, want 12: %q", nodes, progress)
+	}
+
+	picture := r.svg()
+	for x := xml.NewDecoder(strings.NewReader(picture)); ; {
+		if _, err := x.Token(); err == io.EOF {
+			break
+		} else if err != nil {
+			t.Fatalf("%v in\n%s", err, picture)
+		}
+	}
+	for _, want := range []string{"pgx, window of 0.8 s", "crdbdrain, window of 0.8 s", "pgx, server's defaults", "crdbdrain, server's defaults"} {
+		if !strings.Contains(picture, strings.ReplaceAll(want, "'", "&#39;")) {
+			t.Errorf("no panel %s", want)
+		}
+	}
+	for _, s := range r.scenarios {
+		for _, d := range s.drivers {
+			if len(d.shown) != 3 || int64(len(d.samples)) != d.ops || len(d.open) < 5 {
+				t.Errorf("%s, %s: %d drains, %d of %d operations, %d counts of connections", d.driver, s.name, len(d.shown), len(d.samples), d.ops, len(d.open))
+			}
+			for _, x := range d.shown {
+				if x.Start <= 0 || x.End < x.Start || x.Up < x.End || x.Took <= 0 {
+					t.Errorf("%s, %s: %+v", d.driver, s.name, x)
+				}
+			}
+		}
 	}
 }

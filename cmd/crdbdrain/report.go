@@ -18,6 +18,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/crdbdrain/crdbdrain/internal/chart"
 )
 
 // report is what a demonstration has shown.
@@ -41,6 +43,11 @@ type result struct {
 	roll                time.Duration   // all nodes
 	steady, rolling     []time.Duration // latencies, sorted
 	perNode             map[string]int
+
+	// For the picture, counted from the load's begin.
+	samples []chart.Sample
+	shown   []chart.Drain
+	open    []chart.Open
 }
 
 func newResult(driver string) *result {
@@ -357,6 +364,25 @@ func (r *report) words() []string {
 			lost, saw, c.rerun))
 	}
 	return append(all, "The cluster is simulated (package crdbdraintest, made from CockroachDB's source and documentation): what it shows is the order and the messages of a drain, not CockroachDB's speed.")
+}
+
+// svg is the report as a picture: a panel for each driver in each scenario.
+func (r *report) svg() string {
+	p := chart.Picture{
+		Title: "A rolling restart of three nodes, with pgx and with crdbdrain",
+		Foot:  "Simulated clusters. Both drivers at the same time on one machine: a bump that both show is the machine’s.",
+	}
+	for _, s := range r.scenarios {
+		for _, d := range s.drivers {
+			p.Runs = append(p.Runs, chart.Run{
+				Title:  d.driver + ", " + s.title,
+				Words:  fmt.Sprintf("%s in %s operations; %s", errorsSeen(d), thousands(d.ops), closedByServer(d.lost)),
+				Bad:    d.failed() > 0,
+				Drains: d.shown, Samples: d.samples, Open: d.open,
+			})
+		}
+	}
+	return p.SVG()
 }
 
 func errorsSeen(r *result) string {
