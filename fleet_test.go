@@ -331,3 +331,33 @@ func BenchmarkHundredPools(b *testing.B) {
 		}
 	})
 }
+
+// What several connectors' settings come to: every source, the shortest interval and window, the longest stagger, of TTLs
+// those that there are.
+func TestCommonSettings(t *testing.T) {
+	with := func(params string) *Connector {
+		cfg, err := parseConfig("host=h user=u " + params)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return newConnector(cfg)
+	}
+	a := with("crdbdrain_sources=instances crdbdrain_poll_interval=10s crdbdrain_ttl_stagger=9s crdbdrain_cull_stagger=1s")
+	b := with("crdbdrain_sources=readiness crdbdrain_readiness=http://n1:8080 crdbdrain_poll_interval=2s crdbdrain_window=30s crdbdrain_ttl=5m crdbdrain_ttl_stagger=1s")
+	c := with("crdbdrain_sources=readiness,feed crdbdrain_readiness=http://n1:8080,http://n2:8080 crdbdrain_feed=http://f crdbdrain_window=20s crdbdrain_ttl=9m crdbdrain_ttl_stagger=2s")
+	for _, members := range [][]*Connector{{a, b, c}, {c, b, a}, {b, a, c}} {
+		cfg := common(members)
+		if want := sourceSet(1<<sourceInstances | 1<<sourceReadiness | 1<<sourceFeed | 1<<sourceErrors); cfg.sources != want {
+			t.Errorf("sources %b, want %b", cfg.sources, want)
+		}
+		if len(cfg.readiness) != 2 || cfg.feed != "http://f" {
+			t.Errorf("%v, %q", cfg.readiness, cfg.feed)
+		}
+		if cfg.pollInterval != 2*time.Second || cfg.pollIntervalDraining != time.Second || cfg.window != 20*time.Second || cfg.cullStagger != time.Second || cfg.ttlStagger != 2*time.Second {
+			t.Errorf("interval %v, window %v, stagger %v, TTL stagger %v", cfg.pollInterval, cfg.window, cfg.cullStagger, cfg.ttlStagger)
+		}
+	}
+	if a.cfg.pollInterval != 10*time.Second || len(b.cfg.readiness) != 1 {
+		t.Error("a connector's own settings have changed")
+	}
+}

@@ -550,6 +550,9 @@ func (w *watchdog) expire(t time.Time) []event {
 			continue
 		}
 		s.nodes = nil
+		if sourceID(id) == sourceFeed {
+			w.fleet.Store(nil) // nobody shares anything out any more
+		}
 		for _, said := range w.notices {
 			changed = changed || said[id] != nil
 			said[id] = nil

@@ -134,7 +134,12 @@ func common(members []*Connector) *config {
 		cfg.pollIntervalDraining = min(cfg.pollIntervalDraining, o.pollIntervalDraining)
 		cfg.pollTimeout = max(cfg.pollTimeout, o.pollTimeout)
 		cfg.cullStagger = max(cfg.cullStagger, o.cullStagger)
-		cfg.ttlStagger = max(cfg.ttlStagger, o.ttlStagger)
+		switch {
+		case cfg.ttl == 0:
+			cfg.ttl, cfg.ttlStagger = o.ttl, o.ttlStagger
+		case o.ttl > 0:
+			cfg.ttlStagger = max(cfg.ttlStagger, o.ttlStagger)
+		}
 		if cfg.window == 0 || o.window != 0 && o.window < cfg.window {
 			cfg.window = o.window
 		}
