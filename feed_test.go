@@ -160,7 +160,7 @@ func TestFeedClientLeavesADrainingNode(t *testing.T) {
 	c.Node(1).Stop()
 	c.Node(1).Start()
 	eventually(t, "the mark is gone", func() bool { return w.marks.Load() == nil })
-	if s := db.c.Stats(); s.Culled != 3 || s.Lost != 0 {
+	if s := db.c.Stats(); s.Culled < 3 || s.Lost != 0 { // more, where a dial has landed on node 1 again
 		t.Errorf("%+v", s)
 	}
 }
