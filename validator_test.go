@@ -575,3 +575,43 @@ func TestGoodbyeToAFreshConnection(t *testing.T) {
 		t.Errorf("node %d marked: %v", node, db.marked(node))
 	}
 }
+
+// IsValid refuses by itself, and does not leave it to the next checkout: a connection that does not go back into the pool
+// frees its place for a better one at once.
+func TestIsValidRefuses(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	p := open(t, c.DSN(), still)
+	take := func() *conn {
+		t.Helper()
+		dc, err := p.c.Connect(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		cn := dc.(*conn)
+		t.Cleanup(func() { _ = cn.Close() })
+		if _, err := cn.ExecContext(t.Context(), "UPDATE t SET x = 1", nil); err != nil {
+			t.Fatal(err)
+		}
+		return cn
+	}
+	if cn := take(); !cn.IsValid() {
+		t.Error("a good one is refused")
+	}
+	cn := take()
+	if _, err := cn.ExecContext(t.Context(), "BEGIN", nil); err != nil {
+		t.Fatal(err)
+	}
+	if cn.IsValid() {
+		t.Error("one inside a transaction goes back")
+	}
+	cn = take()
+	cn.s.link.words.Store(goodbyeClean)
+	if cn.IsValid() || p.c.Stats().Lost != 1 {
+		t.Errorf("one that the server has said goodbye on goes back; %+v", p.c.Stats())
+	}
+	cn = take()
+	_ = cn.s.pg.Close(t.Context())
+	if cn.IsValid() {
+		t.Error("one that is closed goes back")
+	}
+}

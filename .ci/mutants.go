@@ -1,0 +1,96 @@
+//go:build ignore
+
+// Mutants breaks twenty conditions that the promises rest on, one at a time, in a copy of the tree, and runs the tests that
+// have to notice: go run .ci/mutants.go [-run NAME]. It exits with 1 if a mutant survives.
+package main
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// mutant is a condition, what it becomes, and the tests that fail then.
+type mutant struct {
+	name, file, from, to, tests string
+}
+
+var mutants = []mutant{
+	{"a return inside a transaction is kept", "validator.go", "if s.pg.IsClosed() || s.pg.TxStatus() != 'I' {", "if s.pg.IsClosed() {", "TestIsValidRefuses"},
+	{"a goodbye heard does not keep a connection from the pool", "validator.go", "	if s.link.words.Load() != goodbyeNone {\n		s.lost(lostIdle)\n		return false\n	}\n	if m := s.w.marks", "	if m := s.w.marks", "TestIsValidRefuses"},
+	{"a checkout does not look at the socket", "validator.go", "	case look == peekClosed:\n		alive = false", "	case look == peekClosed:", "TestA04A05A06|TestA19|TestFaultMatrix|TestExactlyOnce"},
+	{"the sweep takes sessions in use", "marks.go", "		from = sessionIdle\n", "		from = s.state.Load()\n", "TestB04|TestA11|TestFuzzedSchedules|TestB10|TestExactlyOnce"},
+	{"a statement inside a transaction runs again", "validator.go", "if !s.connector.cfg.rerun || !r.outside || ctx.Err() != nil {", "if !s.connector.cfg.rerun || ctx.Err() != nil {", "TestA03|TestExactlyOnce"},
+	{"a statement that was answered in part runs again", "lastwords.go", "	default:\n		l.replied = true\n", "	default:\n", "TestA03|TestExactlyOnce"},
+	{"any cut statement runs again", "validator.go", "kind != rerunStatement && !pgconn.Timeout(err)", "!pgconn.Timeout(err)", "TestB08|TestFaultMatrix|TestExactlyOnce"},
+	{"a replacement is made for any request", "validator.go", "	if r.first && c.mend(ctx) {", "	if c.mend(ctx) {", "TestExactlyOnce|TestE06|TestPinned|TestRerun|TestA03"},
+	{"any 57P01 is a drain's", "sqlstate.go", "return code == stateAdminShutdown && (message == noticeShuttingDown || message == noticeNotAcceptingClients)", "return code == stateAdminShutdown", "TestE07|TestB09|TestIsGoodbye|TestSQLState|TestOther57P01|TestFaultMatrix"},
+	{"0A000 is always permanent", "sqlstate.go", `if strings.Contains(pgErr.Message, "virtual cluster") || strings.Contains(pgErr.Message, "multi-tenancy") {`, `if true {`, "TestD0|TestDenial|TestD07"},
+	{"nothing is checked before a cull: no node to go to", "marks.go", "	if !m.somewhereToGo(t, w.cfg.Load().pollInterval) {\n		w.nowhereToGo()\n		return keep\n	}\n", "", "TestA15|TestI05|TestLyingFeed|TestFuzzedSchedules"},
+	{"a fresh connection on a marked node is culled", "marks.go", "	if younger && (mk.decommissioning", "	if false && (mk.decommissioning", "TestA12|TestB01|TestARestarted|TestDecommission|TestFuzzedSchedules"},
+	{"the pace is not kept", "limiter.go", "	if p.limiter.TokensAt(now) < 1-1e-9 {\n		return token{}, false\n	}\n", "", "TestB15|TestB10|FuzzCulls|TestLimiter|TestH07|TestPace"},
+	{"the pace is not fitted to the window", "limiter.go", "return min(stagger, time.Duration(float64(time.Second)/perSecond))", "return stagger", "TestH07|TestGap"},
+	{"a refused dial is not tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "false", "TestA07"},
+	{"every failed dial is tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "try < maxRefused", "TestB09|TestH09"},
+	{"a connection on a marked node is kept at once", "connector.go", "	for range maxSteer {\n		if s.w == nil", "	for range 0 {\n		if s.w == nil", "TestA12|TestSteer|TestG07|TestDials|TestMarkedDial"},
+	{"a new connection does not clear a goodbye's mark", "marks.go", "if n := said[sourceErrors]; n != nil && s.opened.After(n.heard) {", "if n := said[sourceErrors]; n != nil && false {", "TestARestarted|TestALate|TestUnannounced|TestCameBack|TestFuzzedSchedules|TestMarks"},
+	{"a failing source's marks outlive it", "marks.go", "if s.nodes == nil || t.Sub(s.answered) <= w.keepOf(sourceID(id)) {", "if true {", "TestFeedWithoutNews|TestFuzzedSchedules|TestMarksExpire|TestD07|TestSource"},
+	{"a denied role is asked again at every poll", "source.go", "func(r role) bool { return !t.Before(s.denied[r]) }", "func(role) bool { return true }", "TestD02|TestH10|TestARoleThatMay|TestDenied|TestD0"},
+	{"the ceiling takes one too many", "ceiling.go", "if limit > 0 && used >= limit {", "if limit > 0 && used > limit {", "TestCeiling"},
+}
+
+func main() {
+	only := flag.String("run", "", "only mutants whose name contains this")
+	flag.Parse()
+	tree, err := os.MkdirTemp("", "mutants")
+	check(err)
+	defer os.RemoveAll(tree)
+	check(exec.Command("cp", "-r", ".", tree).Run())
+	survivors := 0
+	for _, m := range mutants {
+		if !strings.Contains(m.name, *only) {
+			continue
+		}
+		file := filepath.Join(tree, m.file)
+		text, err := os.ReadFile(file)
+		check(err)
+		if strings.Count(string(text), m.from) != 1 {
+			fmt.Printf("NOT THERE  %-60s %s\n", m.name, m.file)
+			survivors++
+			continue
+		}
+		check(os.WriteFile(file, []byte(strings.Replace(string(text), m.from, m.to, 1)), 0o644))
+		start := time.Now()
+		test := exec.Command("go", "test", "-timeout=120s", "-failfast", "-run", "^("+m.tests+")", ".")
+		test.Dir = tree
+		out, err := test.CombinedOutput()
+		verdict := "killed by  "
+		killer := ""
+		for line := range strings.Lines(string(out)) {
+			if name, ok := strings.CutPrefix(strings.TrimSpace(line), "--- FAIL: "); ok && killer == "" {
+				killer, _, _ = strings.Cut(name, " ")
+			}
+		}
+		if err == nil {
+			verdict, survivors = "SURVIVES   ", survivors+1
+		} else if killer == "" {
+			killer = strings.TrimSpace(string(out[:min(len(out), 200)]))
+		}
+		fmt.Printf("%s%-60s %s (%.0f s)\n", verdict, m.name, killer, time.Since(start).Seconds())
+		check(os.WriteFile(file, text, 0o644))
+	}
+	if survivors > 0 {
+		os.Exit(1)
+	}
+}
+
+func check(err error) {
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
