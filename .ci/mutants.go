@@ -75,9 +75,13 @@ func main() {
 				killer, _, _ = strings.Cut(name, " ")
 			}
 		}
-		if err == nil {
+		switch {
+		case err == nil:
 			verdict, survivors = "SURVIVES   ", survivors+1
-		} else if killer == "" {
+		case killer == "" && strings.Contains(string(out), "panic: "):
+			killer = "a panic"
+		case killer == "":
+			verdict, survivors = "NO TEST RAN", survivors+1
 			killer = strings.TrimSpace(string(out[:min(len(out), 200)]))
 		}
 		fmt.Printf("%s%-60s %s (%.0f s)\n", verdict, m.name, killer, time.Since(start).Seconds())
