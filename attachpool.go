@@ -5,11 +5,14 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net"
+	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
 )
 
 // AttachPool makes a pgxpool leave draining nodes: it puts the driver's hooks into a config that [pgxpool.ParseConfig] made,
@@ -45,6 +48,9 @@ func AttachPool(pc *pgxpool.Config, opts ...Option) (*Connector, error) {
 	if old := pc.BeforeAcquire; prepareConn == nil && old != nil {
 		prepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) { return old(ctx, conn), nil }
 	}
+	if beforeConnect != nil { // the watchdog's own connection may need the password that it fetches
+		c.stdOpts = append(c.stdOpts, stdlib.OptionBeforeConnect(beforeConnect))
+	}
 	pc.BeforeConnect = func(ctx context.Context, cc *pgx.ConnConfig) error {
 		if beforeConnect != nil {
 			if err := beforeConnect(ctx, cc); err != nil {
@@ -61,8 +67,17 @@ func AttachPool(pc *pgxpool.Config, opts ...Option) (*Connector, error) {
 		if err := c.welcomePooled(ctx, conn); err != nil {
 			return err
 		}
+		s := sessionIn(conn)
 		if afterConnect != nil {
-			return afterConnect(ctx, conn)
+			if err := afterConnect(ctx, conn); err != nil {
+				if s != nil {
+					s.reject() // the pool closes it without BeforeClose
+				}
+				return err
+			}
+		}
+		if s != nil {
+			s.rest()
 		}
 		return nil
 	}
@@ -77,13 +92,18 @@ func AttachPool(pc *pgxpool.Config, opts ...Option) (*Connector, error) {
 		return false // checkout's
 	}
 	pc.PrepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) {
-		if s := sessionIn(conn); s != nil && !s.checkout(ctx) {
+		s := sessionIn(conn)
+		if s != nil && !s.checkout(ctx) {
 			return false, nil
 		}
-		if prepareConn != nil {
-			return prepareConn(ctx, conn)
+		if prepareConn == nil {
+			return true, nil
 		}
-		return true, nil
+		ok, err := prepareConn(ctx, conn)
+		if ok && err != nil && s != nil {
+			s.rest() // it goes back into the pool, without AfterRelease
+		}
+		return ok, err
 	}
 	pc.AfterRelease = func(conn *pgx.Conn) bool {
 		if afterRelease != nil && !afterRelease(conn) {
@@ -149,7 +169,11 @@ func (c *Connector) prepareDial(cc *pgx.ConnConfig) {
 	lookup, dial, after, connected := cc.LookupFunc, cc.DialFunc, cc.AfterNetConnect, cc.AfterConnect
 	cc.LookupFunc = func(ctx context.Context, host string) ([]string, error) { return lookup(in(ctx), host) }
 	dialled, again := make(map[string]int), 0
+	var done atomic.Bool // what is dialled from then on is a cancel request
 	cc.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		if done.Load() {
+			return dial(ctx, network, addr)
+		}
 		if dialled[addr] >= variants {
 			// Only a refusal of the dial before this one is a reason to dial an address again.
 			if len(a.refused) <= again {
@@ -169,6 +193,7 @@ func (c *Connector) prepareDial(cc *pgx.ConnConfig) {
 	}
 	cc.AfterConnect = func(ctx context.Context, pg *pgconn.PgConn) error {
 		pg.CustomData()[customKey] = a
+		done.Store(true)
 		if connected != nil {
 			return connected(ctx, pg)
 		}
@@ -188,9 +213,6 @@ func (c *Connector) welcomePooled(ctx context.Context, conn *pgx.Conn) error {
 	if err := c.welcome(ctx, s, a); err != nil || s.w == nil {
 		return err
 	}
-	s.idled.Store(now())
-	s.checkedOut = now()
-	s.state.Store(sessionIdle)
 	pg.CustomData()[customKey] = s
 	return nil
 }
@@ -203,13 +225,12 @@ func (s *session) checkout(ctx context.Context) bool {
 	}
 	t := now()
 	idle := time.Duration(t - s.idled.Load())
-	if s.dead(ctx, idle < lookAfter) || t-s.checkedOut > int64(pingAfter) && !s.ping(ctx) {
+	if s.dead(ctx, idle < lookAfter) || idle > pingAfter && !s.ping(ctx) {
 		if s.link.words.Load() != goodbyeNone {
 			s.lost(lostIdle)
 		}
 		return s.reject()
 	}
-	s.checkedOut = t
 	m := s.w.marks.Load()
 	if m == nil {
 		s.prepared = true
@@ -253,9 +274,14 @@ func (s *session) checkin() bool {
 		s.w.countMoved(s, cullReason(reason-1), pointReturn)
 		return s.reject()
 	}
+	s.rest()
+	return true
+}
+
+// rest is for a session that is in the pool from now on, and may be swept.
+func (s *session) rest() {
 	s.idled.Store(now())
 	s.state.CompareAndSwap(sessionInUse, sessionIdle)
-	return true
 }
 
 // reject takes the session out; the pool closes the connection. It returns false, for the hooks.
@@ -271,6 +297,29 @@ func (s *session) part() {
 		s.lost(lostActive)
 	}
 	s.w.remove(s)
+}
+
+// reap takes out the sessions of pgxpools that have been closed by somebody else: those that were hijacked.
+func (w *watchdog) reap() {
+	var closed []*session
+	w.mu.Lock()
+	if slices.ContainsFunc(w.members, func(m *Connector) bool { return m.pooled }) {
+		for _, n := range w.nodes {
+			for s := range n.held {
+				select {
+				case <-s.pg.CleanupDone():
+					if s.connector.pooled {
+						closed = append(closed, s)
+					}
+				default:
+				}
+			}
+		}
+	}
+	w.mu.Unlock()
+	for _, s := range closed {
+		s.reject()
+	}
 }
 
 // hangUpLater closes, in the background, a connection that a pgxpool holds as idle: with a Terminate, but not through pgx,

@@ -319,3 +319,158 @@ func TestAttachPoolOnPostgres(t *testing.T) {
 		}
 	}
 }
+
+// held counts the connections that the watchdog knows, and those of them that are idle.
+func (w *watchdog) held() (all, idle int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, n := range w.nodes {
+		for s := range n.held {
+			all++
+			if s.state.Load() == sessionIdle {
+				idle++
+			}
+		}
+	}
+	return all, idle
+}
+
+// A cancel request goes to an address that has been dialled, and is dialled all the same.
+func TestAttachPoolCancelRequest(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	p, _ := attach(t, c.DSN(), still, 1, nil)
+	conn, err := p.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Release()
+	if err := conn.Conn().PgConn().CancelRequest(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// Connections that pgxpool closes without a word, or lets go, do not stay with the watchdog for ever.
+func TestAttachPoolForgets(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	var refuse atomic.Bool
+	p, con := attach(t, c.DSN(), "crdbdrain_sources=errors&crdbdrain_poll_interval=100ms", 2, func(pc *pgxpool.Config) {
+		pc.AfterConnect = func(context.Context, *pgx.Conn) error {
+			if refuse.Load() {
+				return errors.New("not today")
+			}
+			return nil
+		}
+	})
+	w := con.watchdog.Load()
+	conn, err := p.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	hijacked := conn.Hijack()
+	p.Reset()
+	eventually(t, "the other one is closed", func() bool { all, _ := w.held(); return all == 1 })
+	refuse.Store(true)
+	for range 5 {
+		if err := poolOp(p, 1); err == nil {
+			t.Error("AfterConnect's error is gone")
+		}
+	}
+	if all, _ := w.held(); all != 1 {
+		t.Errorf("%d connections, want the one that was hijacked", all)
+	}
+	_ = hijacked.Close(t.Context())
+	eventually(t, "it is forgotten", func() bool { all, _ := w.held(); return all == 0 })
+}
+
+// A PrepareConn that fails puts the connection back into the pool: there it is idle, for a sweep to take.
+func TestAttachPoolPrepareConnFails(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	refuse := errors.New("not today")
+	var deny atomic.Bool
+	p, con := attach(t, c.DSN(), still, 1, func(pc *pgxpool.Config) {
+		pc.PrepareConn = func(context.Context, *pgx.Conn) (bool, error) {
+			if deny.Load() {
+				return true, refuse
+			}
+			return true, nil
+		}
+	})
+	eventually(t, "it is back", func() bool { return p.Stat().IdleConns() == 1 })
+	deny.Store(true)
+	if _, err := p.Acquire(t.Context()); !errors.Is(err, refuse) {
+		t.Fatal(err)
+	}
+	if all, idle := con.watchdog.Load().held(); all != 1 || idle != 1 {
+		t.Errorf("%d connections, %d idle", all, idle)
+	}
+}
+
+// The config's AfterConnect has the connection while it runs: no sweep takes it away.
+func TestAttachPoolAfterConnectIsAUse(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	in, out := make(chan *pgx.Conn), make(chan struct{})
+	var slow atomic.Bool
+	p, con := attach(t, c.DSN(), still+"&crdbdrain_cull_stagger=0", 3, func(pc *pgxpool.Config) {
+		pc.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+			if !slow.CompareAndSwap(true, false) {
+				return nil
+			}
+			in <- conn
+			<-out
+			_, err := conn.Exec(ctx, "SELECT 1")
+			return err
+		}
+	})
+	release := sync.OnceFunc(func() { close(out) })
+	t.Cleanup(release)
+	w := con.watchdog.Load()
+	w.rule.CompareAndSwap(ruleUnknown, ruleHolds)
+	p.Reset()
+	slow.Store(true)
+	acquired := make(chan error, 1)
+	go func() {
+		conn, err := p.Acquire(t.Context())
+		if err == nil {
+			conn.Release()
+		}
+		acquired <- err
+	}()
+	conn := <-in
+	w.say(nodeFromPID(conn.PgConn().PID()))
+	onlyFor(t, 2*sweepIdle+slowSweep, "it is open", func() bool { return !conn.IsClosed() && con.Stats().Culled == 0 })
+	release()
+	if err := <-acquired; err != nil {
+		t.Error(err)
+	}
+}
+
+// A connection that was in use for long, and idle for a moment, is not pinged.
+func TestAttachPoolPingsWhatWasIdle(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	p, _ := attach(t, c.DSN(), still, 1, nil)
+	conn, err := p.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(pingAfter + 50*time.Millisecond)
+	conn.Release()
+	eventually(t, "it is back", func() bool { return p.Stat().IdleConns() == 1 })
+	before := asked(c, "-- ping")
+	if conn, err = p.Acquire(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	conn.Release()
+	if n := asked(c, "-- ping") - before; n != 0 {
+		t.Errorf("%d pings", n)
+	}
+}
+
+// The watchdog's own connection is made as BeforeConnect, which fetches a password say, makes the pool's.
+func TestAttachPoolBeforeConnectOfTheWatchdog(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	c.Grant("fetched", "VIEWSYSTEMTABLE")
+	_, con := attach(t, c.DSN(), "crdbdrain_sources=instances&crdbdrain_poll_interval=100ms", 1, func(pc *pgxpool.Config) {
+		pc.BeforeConnect = func(_ context.Context, cc *pgx.ConnConfig) error { cc.User = "fetched"; return nil }
+	})
+	eventually(t, "the source works", func() bool { return con.watchdog.Load().status(sourceInstances).state == sourceOK })
+}

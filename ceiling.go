@@ -70,12 +70,22 @@ func (cs *ceilingSet) join(c *Connector) *ceiling {
 	}
 	l.mu.Lock()
 	l.members = append(l.members, c)
-	if limit := int64(c.cfg.maxConnections); limit > 0 && !l.byHand && (l.limit.Load() == 0 || limit < l.limit.Load()) {
-		l.limit.Store(limit) // of several DSNs, the lowest counts
+	if !l.byHand {
+		l.limit.Store(lowest(l.members))
 	}
 	l.mu.Unlock()
 	c.ceiling.Store(l)
 	return l
+}
+
+// lowest is the limit that several DSNs come to: the lowest counts; 0 if none has one.
+func lowest(members []*Connector) (limit int64) {
+	for _, m := range members {
+		if n := int64(m.cfg.maxConnections); n > 0 && (limit == 0 || n < limit) {
+			limit = n
+		}
+	}
+	return limit
 }
 
 // leave takes the connector out. With the last one, the cluster's ceiling is forgotten.
@@ -88,6 +98,9 @@ func (cs *ceilingSet) leave(c *Connector) {
 	l.mu.Lock()
 	l.members = slices.DeleteFunc(l.members, func(m *Connector) bool { return m == c })
 	last := len(l.members) == 0
+	if !l.byHand {
+		l.limit.Store(lowest(l.members))
+	}
 	l.mu.Unlock()
 	if last && cs.of[l.key] == l {
 		delete(cs.of, l.key)
@@ -110,23 +123,47 @@ func (c *Connector) SetMaxConnections(n int) error {
 	}
 	l := ceilings.join(c)
 	l.mu.Lock()
-	l.limit.Store(int64(n))
-	l.byHand = true
+	member := slices.Contains(l.members, c)
+	if member {
+		l.limit.Store(int64(n))
+		l.byHand = true
+	}
 	l.mu.Unlock()
-	c.instruments().watchCeiling(l)
+	if !member {
+		return errClosed
+	}
+	l.report(c)
 	return nil
+}
+
+// report makes the gauges report the ceiling, unless the connector has left it.
+func (l *ceiling) report(c *Connector) {
+	in := c.instruments() // they come from the application's meter provider: not under a lock
+	l.mu.Lock()
+	fresh := slices.Contains(l.members, c) && in.watchCeiling(l)
+	l.mu.Unlock()
+	if fresh {
+		in.rejected.Add(context.Background(), 0, metric.WithAttributeSet(l.attributes))
+	}
+	c.reported.Store(true)
 }
 
 const maxCeiling = 1 << 20
 
-// enter takes a place for a connection that is about to be dialled.
-func (c *Connector) enter() error {
+// errNoRoom is for a dial that nobody waits for: it takes no spare's place, and its refusal is nobody's trouble.
+var errNoRoom = configError("no room under crdbdrain_max_connections")
+
+// enter takes a place for a connection that is about to be dialled: ahead, when nobody waits for it (a spare, a move).
+func (c *Connector) enter(ahead bool) error {
 	l := ceilings.join(c)
-	if c.cfg.maxConnections > 0 {
-		c.instruments().watchCeiling(l)
+	if c.cfg.maxConnections > 0 && !c.reported.Load() {
+		l.report(c)
 	}
 	for !l.take() {
-		// A spare that another pool has in reserve is worth less than a connection that a caller waits for.
+		if ahead {
+			return errNoRoom
+		}
+		// A spare that a pool has in reserve is worth less than a connection that a caller waits for.
 		if !l.dropSpare() {
 			c.instruments().rejected.Add(context.Background(), 1, metric.WithAttributeSet(l.attributes))
 			return l.refuse()

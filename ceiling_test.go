@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql/driver"
 	"errors"
+	"github.com/jackc/pgx/v5/stdlib"
 	"runtime"
 	"strings"
 	"sync"
@@ -313,4 +314,106 @@ func TestCeilingInAStorm(t *testing.T) {
 	if n := logs.count("is reached"); n != 1 {
 		t.Errorf("%d lines", n)
 	}
+}
+
+// A hook of the application that panics, and is recovered from, takes no place with it.
+func TestCeilingSurvivesAPanic(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	var boom atomic.Bool
+	p := open(t, c.DSN(), still+"&crdbdrain_max_connections=3", WithStdlibOptions(stdlib.OptionBeforeConnect(func(context.Context, *pgx.ConnConfig) error {
+		if boom.Load() {
+			panic("boom")
+		}
+		return nil
+	})))
+	mustExec(t, p, "UPDATE t SET x = 1")
+	boom.Store(true)
+	func() {
+		defer func() { _ = recover() }()
+		_, _ = p.c.Connect(t.Context())
+	}()
+	if n := p.c.ceiling.Load().used.Load(); n != 1 {
+		t.Errorf("%d places are taken by one connection", n)
+	}
+}
+
+// With a pool its limit goes, and with the last one the gauges: what is dialled afterwards does not bring them back.
+func TestCeilingAfterClose(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	m := newMeter(t)
+	a := open(t, c.DSN(), still+"&crdbdrain_max_connections=2", WithMeterProvider(m))
+	b := open(t, strings.Replace(c.DSN(), "//app", "//billing", 1), still+"&crdbdrain_max_connections=8", WithMeterProvider(m))
+	mustExec(t, a, "UPDATE t SET x = 1")
+	mustExec(t, b, "UPDATE t SET x = 1")
+	_ = a.Close()
+	if n := b.c.ceiling.Load().limit.Load(); n != 8 {
+		t.Errorf("the limit is %d without the pool that had 2", n)
+	}
+	_ = b.Close()
+	dc, err := b.c.Connect(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = dc.Close()
+	if err := b.c.SetMaxConnections(9); !errors.Is(err, errClosed) {
+		t.Errorf("SetMaxConnections after Close: %v", err)
+	}
+	in := b.c.instruments()
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if n := len(in.ceilings); n != 0 {
+		t.Errorf("%d ceilings are reported", n)
+	}
+}
+
+// Where the ceiling has room for one spare of two, the one is kept: it is not given up for the dial of the other, again and
+// again. And a spare that does not fit is no refusal.
+func TestCeilingLeavesSparesAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, p := virtualPool(t, crdbdraintest.Config{Latency: time.Millisecond, Settings: crdbdraintest.Settings{InitialWait: time.Hour}},
+			11, "crdbdrain_max_connections=12&crdbdrain_poll_interval=1s")
+		defer c.Close()
+		defer p.Close()
+		tx, err := p.BeginTx(t.Context(), nil) // its node keeps a connection, so spares are wanted
+		if err != nil {
+			t.Fatal(err)
+		}
+		node := 0
+		for _, n := range c.Nodes() {
+			if n.Stats().Open > 0 && p.busyOn(nodeID(n.ID())) {
+				node = n.ID()
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		drained := make(chan struct{})
+		go func() { defer close(drained); c.Node(node).Drain(ctx) }()
+		time.Sleep(15 * time.Second)
+		if n := p.c.spares.count.Load(); n != 1 {
+			t.Errorf("%d spares, want the one that fits", n)
+		}
+		before := c.Stats().Accepts
+		time.Sleep(10 * time.Second)
+		if n := c.Stats().Accepts - before; n > 1 {
+			t.Errorf("%d dials in 10 s in which nothing happened", n)
+		}
+		if n := p.c.ceiling.Load().rejected.Load(); n != 0 {
+			t.Errorf("%d refusals, and nobody was refused", n)
+		}
+		_ = tx.Rollback()
+		cancel()
+		<-drained
+	})
+}
+
+// busyOn reports whether a connection to the node is in use.
+func (p *pool) busyOn(id nodeID) bool {
+	w := p.c.watchdog.Load()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for s := range w.nodeOf(id).held {
+		if s.state.Load() == sessionInUse {
+			return true
+		}
+	}
+	return false
 }

@@ -76,6 +76,7 @@ type Connector struct {
 	shutting atomic.Bool              // Shutdown has been called: no new connections
 	leaving  atomic.Bool              // and its grace is over: connections that come back are closed
 	returned atomic.Int64             // that came back so
+	reported atomic.Bool              // the gauges have been told of the ceiling
 	landed   atomic.Int32             // in a pgxpool: fresh connections on a marked node, in a row
 	registry *watchdogs               // the process's
 	in       atomic.Pointer[instruments]
@@ -237,7 +238,7 @@ func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 			return newConn(s), nil
 		}
 	}
-	s, err := c.connect(ctx, nil)
+	s, err := c.connect(ctx, nil, false)
 	if err != nil {
 		return nil, err
 	}
@@ -245,18 +246,18 @@ func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 }
 
 // connect opens a session by Connect's rules, in the place that another one, which has ended, had under the ceiling, or,
-// without one, in a place of its own.
-func (c *Connector) connect(ctx context.Context, instead *session) (s *session, err error) {
+// without one, in a place of its own. ahead: nobody waits for it.
+func (c *Connector) connect(ctx context.Context, instead *session, ahead bool) (s *session, err error) {
 	if instead == nil || !instead.placed.CompareAndSwap(true, false) {
 		if c.shutting.Load() {
 			return nil, errShutdown
 		}
-		if err := c.enter(); err != nil {
+		if err := c.enter(ahead); err != nil {
 			return nil, err
 		}
 	}
 	defer func() {
-		if err != nil {
+		if s == nil { // also where a hook of the application has panicked
 			c.ceiling.Load().leave()
 		}
 	}()
@@ -287,8 +288,10 @@ func (c *Connector) dialOn(ctx context.Context) (*session, error) {
 		if !c.ceiling.Load().take() { // for a moment there are two
 			return s, nil
 		}
-		other, err := c.dial(ctx)
-		c.ceiling.Load().leave()
+		other, err := func() (*session, error) {
+			defer c.ceiling.Load().leave()
+			return c.dial(ctx)
+		}()
 		if err != nil {
 			return s, nil //nolint:nilerr // a connection to a marked node is better than none
 		}

@@ -128,7 +128,7 @@ func NewFeedHandler(c *Connector, cfg FeedConfig) (*FeedHandler, error) {
 			return nil, configErrorf("%v", err)
 		}
 	}
-	if h.w = c.attach(); h.w == nil {
+	if h.w = c.attach(); h.w == nil || c.ctx.Err() != nil {
 		return nil, errClosed
 	}
 	h.in = c.instruments()
@@ -274,7 +274,7 @@ func (r *statusRecorder) Unwrap() http.ResponseWriter { return r.ResponseWriter 
 func (h *FeedHandler) authorized(tokens *tokenFile, serve http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		switch {
-		case tokens == nil && r.Method != http.MethodGet:
+		case tokens == nil && r.PathValue("node") != "":
 			http.Error(w, "marking nodes by hand is not enabled here", http.StatusForbidden)
 			return
 		case tokens != nil && !tokens.allows(r.Header.Get("Authorization")):
@@ -340,6 +340,7 @@ func (h *FeedHandler) serveDrain(w http.ResponseWriter, r *http.Request) {
 	}
 	defer h.depart(id)
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(wait + 10*time.Second)) // a server may have a shorter one
+	end := time.Now().Add(wait)
 	timer := time.NewTimer(wait)
 	defer timer.Stop()
 	closing := h.closing
@@ -370,7 +371,7 @@ func (h *FeedHandler) serveDrain(w http.ResponseWriter, r *http.Request) {
 		case <-closing:
 			// Not all at once: each goes to another replica.
 			closing = nil
-			timer.Reset(rand.N(shutdownSpread))
+			timer.Reset(min(rand.N(shutdownSpread), time.Until(end)))
 			w.Header().Set("Connection", "close")
 			continue
 		}
@@ -555,15 +556,13 @@ func (h *FeedHandler) Shutdown(ctx context.Context) error {
 		h.requests.Wait()
 		close(gone)
 	}()
-	var err error
 	select {
 	case <-gone:
+		return h.Close()
 	case <-ctx.Done():
-		err = ctx.Err()
+		_ = h.Close() // it does not wait for a client that does not read
+		return ctx.Err()
 	}
-	_ = h.Close()
-	<-gone
-	return err
 }
 
 // Close ends the feed at once: clients that wait are answered 503. It can be called more than once. It does not close the

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"github.com/jackc/pgx/v5"
 	"io"
 	"log/slog"
 	"maps"
@@ -21,6 +23,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/crdbdrain/crdbdrain/crdbdraintest"
@@ -654,4 +657,232 @@ func TestFeedSchema(t *testing.T) {
 			t.Errorf("%T: the schema has %v, the document %v", tt.of, got, want)
 		}
 	}
+}
+
+func TestFeedHead(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	_, s, _ := feedOf(t, c, FeedConfig{})
+	eventually(t, "the feed is ready", func() bool { resp, _ := ask(t, "GET", s.URL+"/readyz"); return resp.StatusCode == 200 })
+	if resp, _ := ask(t, "HEAD", s.URL+"/v1/drain"); resp.StatusCode != 200 || resp.Header.Get("ETag") == "" {
+		t.Errorf("%d, %v", resp.StatusCode, resp.Header)
+	}
+}
+
+// stuckWriter is a client that does not read.
+type stuckWriter struct {
+	http.ResponseWriter
+	begun, release chan struct{}
+}
+
+func (w stuckWriter) Write(p []byte) (int, error) {
+	close(w.begun)
+	<-w.release
+	return len(p), nil
+}
+
+// Shutdown's bound is one, also where a client does not read; and it makes nobody wait longer than they asked for.
+func TestFeedShutdownIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true})
+		defer c.Close()
+		c.Grant("app", "VIEWSYSTEMTABLE")
+		p := memPool(t, c, "crdbdrain_sources=instances&crdbdrain_cluster=bounded", nil)
+		defer p.Close()
+		h, err := NewFeedHandler(p.c, FeedConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Second)
+		rec := httptest.NewRecorder()
+		h.ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/v1/drain", nil))
+		waited := make(chan time.Duration)
+		const clients = 20
+		for range clients {
+			go func() {
+				r := httptest.NewRequest(http.MethodGet, "/v1/drain?wait=100ms", nil)
+				r.Header.Set("If-None-Match", rec.Header().Get("ETag"))
+				begin := time.Now()
+				h.ServeHTTP(httptest.NewRecorder(), r)
+				waited <- time.Since(begin)
+			}()
+		}
+		stuck := stuckWriter{httptest.NewRecorder(), make(chan struct{}), make(chan struct{})}
+		gone := make(chan struct{})
+		go func() {
+			defer close(gone)
+			h.ServeHTTP(stuck, httptest.NewRequest(http.MethodGet, "/v1/drain", nil))
+		}()
+		<-stuck.begun
+		synctest.Wait()
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		begin, done := time.Now(), make(chan error, 1)
+		go func() { done <- h.Shutdown(ctx) }()
+		for range clients {
+			if d := <-waited; d > 100*time.Millisecond {
+				t.Errorf("100ms became %v", d)
+			}
+		}
+		select {
+		case err := <-done:
+			if d := time.Since(begin); !errors.Is(err, context.DeadlineExceeded) || d != 5*time.Second {
+				t.Errorf("%v after %v", err, d)
+			}
+		case <-time.After(time.Minute):
+			t.Error("it waits for a client that does not read")
+		}
+		close(stuck.release)
+		<-gone
+	})
+}
+
+// followed opens a pool that follows a feed, in a bubble.
+func followed(t *testing.T, c *crdbdraintest.Cluster, serve http.Handler, logs *logTrap) *pool {
+	t.Helper()
+	l := newMemListener()
+	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: serve}
+	go server.Serve(l)
+	t.Cleanup(func() { _ = server.Close() })
+	p := memPool(t, c, "crdbdrain_cull_stagger=0&crdbdrain_cluster=C&crdbdrain_feed=http://127.0.0.1:1", func(_ *pgx.ConnConfig, con *Connector) {
+		if con != nil {
+			con.registry, con.log = &watchdogs{dialFeed: l.dial}, logs.logger()
+		}
+	})
+	fill(t, p.DB, 6)
+	return p
+}
+
+// Behind a load balancer that alternates between two replicas, of which one has not asked the cluster again yet: what the
+// other has heard stays heard.
+func TestFeedReplicasAlternate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true})
+		defer c.Close()
+		logs := &logTrap{}
+		var drain atomic.Bool
+		var n, asked atomic.Int64 // asked: when the slow replica has asked the cluster
+		start := time.Now()
+		p := followed(t, c, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			replica, age, state := n.Add(1)%2, time.Duration(0), nodeActive
+			if replica == 1 {
+				age = time.Since(start) - time.Duration(asked.Load())
+			} else if drain.Load() {
+				state = nodeDraining
+			}
+			w.Header().Set("ETag", fmt.Sprintf(`"%s"`, state))
+			fmt.Fprintf(w, `{"version":1,"cluster":"C","instance":"%d","sequence":1,"age_ms":%d,"nodes":[{"id":1,"state":"%s"},{"id":2,"state":"active"}]}`, replica, age.Milliseconds(), state)
+		}), logs)
+		defer p.Close()
+		time.Sleep(20 * time.Second)
+		w := p.c.watchdog.Load()
+		asked.Store(int64(time.Since(start)))
+		time.Sleep(time.Second)
+		drain.Store(true)
+		time.Sleep(10 * time.Second)
+		if m := w.marks.Load(); m == nil || m.of[1] == nil {
+			t.Error("node 1 is not marked")
+		}
+		if n := logs.count("no longer leaving"); n > 0 {
+			t.Errorf("the mark has gone %d times", n)
+		}
+		asked.Store(int64(time.Since(start))) // it has asked again, and the drain is over
+		drain.Store(false)
+		time.Sleep(3 * time.Second)
+		if m := w.marks.Load(); m != nil {
+			t.Error("node 1 is still marked")
+		}
+	})
+}
+
+// A feed that sends no tag, or whose proxy removes it, is asked once a second, not without a pause.
+func TestFeedWithoutTag(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true})
+		defer c.Close()
+		var requests atomic.Int64
+		p := followed(t, c, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			requests.Add(1)
+			text(`{"version":1,"cluster":"C","nodes":[{"id":1,"state":"active"},{"id":2,"state":"active"}]}`)(w, r)
+		}), &logTrap{})
+		defer p.Close()
+		time.Sleep(time.Minute)
+		if n := requests.Load(); n > 60*5/4+1 || n < 40 {
+			t.Errorf("%d requests in a minute", n)
+		}
+	})
+}
+
+// That the watchdog cannot connect is logged once, whatever a feed says meanwhile.
+func TestFeedIsNoConnection(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	logs := &logTrap{}
+	p := open(t, c.DSN(), still, WithLogger(logs.logger()))
+	mustExec(t, p, "UPDATE t SET x = 1")
+	w := p.c.watchdog.Load()
+	for range 3 {
+		w.take(pollResult{errs: map[role]error{p.c.role(): errors.New("no")}})
+		w.take(pollResult{answers: []answer{{source: sourceFeed, nodes: map[nodeID]nodeState{1: {live: true}}, asked: time.Now()}}})
+	}
+	if n := logs.count("the watchdog cannot connect"); n != 1 {
+		t.Errorf("%d lines:\n%s", n, logs)
+	}
+}
+
+// tarpit is a listener whose first connection hears nothing any more once it is stuck.
+type tarpit struct {
+	net.Listener
+	accepted atomic.Int64
+	stuck    atomic.Bool
+}
+
+type tarpitConn struct {
+	net.Conn
+	of    *tarpit
+	first bool
+}
+
+func (l *tarpit) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &tarpitConn{c, l, l.accepted.Add(1) == 1}, nil
+}
+
+func (c *tarpitConn) Read(p []byte) (int, error) {
+	for {
+		n, err := c.Conn.Read(p)
+		if err != nil || !c.first || !c.of.stuck.Load() {
+			return n, err
+		}
+	}
+}
+
+// An HTTP/2 connection whose other end has gone without a word is given up with the question that got no answer.
+func TestFeedClientLeavesADeadConnection(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	var served atomic.Int64
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.ProtoMajor != 2 {
+			t.Error(r.Proto)
+		}
+		served.Add(1)
+		text(`{"version":1,"cluster":"C","nodes":[{"id":1,"state":"active"},{"id":2,"state":"active"}]}`)(w, r)
+	}))
+	l := &tarpit{Listener: s.Listener}
+	s.Listener = l
+	s.EnableHTTP2 = true
+	s.StartTLS()
+	defer s.Close()
+	p := open(t, c.DSN(), "crdbdrain_poll_timeout=200ms&crdbdrain_cluster=C&crdbdrain_feed="+s.URL)
+	p.c.registry = &watchdogs{}
+	p.c.cfg.roots = s.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
+	fill(t, p.DB, 3)
+	w := p.dog(t)
+	eventually(t, "the feed works", func() bool { return w.status(sourceFeed).state == sourceOK })
+	l.stuck.Store(true)
+	eventually(t, "it is asked on another connection", func() bool { return l.accepted.Load() > 1 })
+	before := served.Load()
+	eventually(t, "and answers", func() bool { return served.Load() > before })
+	_ = p.Close()
 }

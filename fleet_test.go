@@ -361,3 +361,92 @@ func TestCommonSettings(t *testing.T) {
 		t.Error("a connector's own settings have changed")
 	}
 }
+
+// However many pools a process has, it dials its spares at the rate that the feed grants the process.
+func TestFleetRateIsTheProcesss(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true, Latency: time.Millisecond, Settings: crdbdraintest.Settings{InitialWait: time.Hour}})
+		defer c.Close()
+		c.Grant("app", "VIEWSYSTEMTABLE")
+		process := &watchdogs{}
+		var w *watchdog
+		for range 20 {
+			p := memPool(t, c, "crdbdrain_sources=instances&crdbdrain_poll_interval=1s&crdbdrain_window=60s&crdbdrain_cluster=many", func(_ *pgx.ConnConfig, con *Connector) {
+				if con != nil {
+					con.registry = process
+				}
+			})
+			defer p.Close()
+			fill(t, p.DB, 3)
+			w = p.c.watchdog.Load()
+		}
+		time.Sleep(5 * time.Second)
+		w.fleet.Store(&fleetShare{gap: time.Second})
+		begin := time.Now()
+		ctx, cancel := context.WithCancel(t.Context())
+		drained := make(chan struct{})
+		go func() { defer close(drained); c.Node(1).Drain(ctx) }()
+		time.Sleep(10 * time.Second)
+		var dials []time.Time
+		for _, at := range c.Stats().Dials {
+			if at.After(begin) {
+				dials = append(dials, at)
+			}
+		}
+		// A spare each second, which may land on the node that is unready and be made again; and the watchdog's own.
+		if n := mostIn(dials, time.Second); n > 2*(1+maxSteer) || len(dials) < 5 {
+			t.Errorf("%d dials within a second, %d in all", n, len(dials))
+		}
+		cancel()
+		<-drained
+	})
+}
+
+// That one role cannot connect is no failure of the sources, where another role asks them.
+func TestARoleThatCannotConnect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true})
+		defer c.Close()
+		c.Grant("reader", "VIEWSYSTEMTABLE")
+		c.Grant("reader", "VIEWCLUSTERMETADATA")
+		logs := &logTrap{}
+		var barred, down atomic.Bool
+		as := func(user string) *pool {
+			p := memPool(t, c, "crdbdrain_poll_interval=5s&crdbdrain_cluster=barred", func(cc *pgx.ConnConfig, con *Connector) {
+				if con != nil {
+					con.log = logs.logger()
+					return
+				}
+				cc.User = user
+				dial := cc.DialFunc
+				cc.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+					if user == "expired" && barred.Load() || down.Load() {
+						return nil, net.ErrClosed
+					}
+					return dial(ctx, network, addr)
+				}
+			})
+			mustExec(t, p, "UPDATE t SET x = 1")
+			return p
+		}
+		first := as("expired")
+		defer first.Close()
+		barred.Store(true)
+		second := as("reader")
+		defer second.Close()
+		time.Sleep(10 * time.Minute)
+		w := second.c.watchdog.Load()
+		if n := logs.count("source fails"); n > 0 || w.status(sourceInstances).state != sourceOK {
+			t.Errorf("%d lines of failures; instances is %d", n, w.status(sourceInstances).state)
+		}
+		down.Store(true)
+		for _, n := range c.Nodes() {
+			n.Disconnect(crdbdraintest.Result{End: crdbdraintest.EndRST})
+		}
+		mustFail := func() bool { return w.status(sourceInstances).state == sourceFailing }
+		time.Sleep(time.Minute)
+		if !mustFail() {
+			t.Errorf("nobody can connect, and instances is %d", w.status(sourceInstances).state)
+		}
+	})
+}

@@ -49,7 +49,7 @@ func (c *Connector) nodes(node int) (*watchdog, error) {
 		return nil, configErrorf("crdbdrain_mode is off")
 	}
 	w := c.attach()
-	if w == nil {
+	if w == nil || c.ctx.Err() != nil {
 		return nil, errClosed
 	}
 	return w, nil
@@ -68,16 +68,19 @@ func (c *Connector) WaitDrained(ctx context.Context, node int) error {
 	}
 	for {
 		w.mu.Lock()
-		n := w.nodeOf(nodeID(node))
-		left, unknown := len(n.held), 0
+		left, unknown := 0, 0
+		var changed chan struct{}
+		if n := w.nodes[nodeID(node)]; n != nil && len(n.held) > 0 {
+			left = len(n.held)
+			if n.empty == nil {
+				n.empty = make(chan struct{})
+			}
+			changed = n.empty
+		}
 		rule := w.rule.Load()
 		if rule != ruleHolds {
 			unknown = len(w.nodeOf(0).held)
 		}
-		if n.empty == nil {
-			n.empty = make(chan struct{})
-		}
-		changed := n.empty
 		conns := w.conns
 		w.mu.Unlock()
 		switch {

@@ -212,15 +212,13 @@ func newInstruments(p metric.MeterProvider) *instruments {
 	return in
 }
 
-// watchCeiling makes the gauges report a ceiling, and the counter of its refusals start at zero.
-func (in *instruments) watchCeiling(l *ceiling) {
+// watchCeiling makes the gauges report a ceiling, and reports whether they did not yet.
+func (in *instruments) watchCeiling(l *ceiling) bool {
 	in.mu.Lock()
+	defer in.mu.Unlock()
 	_, known := in.ceilings[l]
 	in.ceilings[l] = struct{}{}
-	in.mu.Unlock()
-	if !known {
-		in.rejected.Add(context.Background(), 0, metric.WithAttributeSet(l.attributes))
-	}
+	return !known
 }
 
 func (in *instruments) unwatchCeiling(l *ceiling) {

@@ -147,7 +147,7 @@ func (w *watchdog) move(c *Connector, hosts map[string]bool, victim *session, at
 		defer w.moving.Add(-1)
 		ctx, cancel := context.WithTimeout(context.WithValue(c.ctx, preferKey{}, hosts), moveDial)
 		defer cancel()
-		r, err := c.connect(ctx, nil)
+		r, err := c.connect(ctx, nil, true)
 		if err != nil {
 			w.missed()
 			return

@@ -556,7 +556,7 @@ func TestReplacementInHandLeavesAMarkedNode(t *testing.T) {
 	w := p.dog(t)
 	var victim *session
 	_ = pinned.Raw(func(dc any) error { victim = dc.(*conn).s; return nil })
-	r, err := p.c.connect(t.Context(), nil)
+	r, err := p.c.connect(t.Context(), nil, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -50,8 +50,9 @@ wait:
 		case <-tick.C:
 		}
 		c.leaving.Store(true)
+		dials := c.dialing.Load() // first: what has been dialled by then is open
 		idle, n, left := c.open()
-		if left == 0 {
+		if left == 0 && dials == 0 {
 			break
 		}
 		if n > 0 && gap == 0 {

@@ -214,3 +214,76 @@ func TestAManualMarkEndsWithItsDrain(t *testing.T) {
 		}
 	})
 }
+
+// A connection that is being dialled is one that is left.
+func TestShutdownWaitsForDials(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 1})
+	p := open(t, c.DSN(), still)
+	mustExec(t, p, "UPDATE t SET x = 1")
+	c.Node(1).Hang(true)
+	connected := make(chan error, 1)
+	go func() {
+		dc, err := p.c.Connect(context.Background())
+		if err == nil {
+			_ = dc.Close()
+		}
+		connected <- err
+	}()
+	eventually(t, "it is being dialled", func() bool { return p.c.dialing.Load() == 1 })
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { _, err := p.c.Shutdown(ctx); done <- err }()
+	eventually(t, "the idle one is closed", func() bool { _, _, n := p.c.open(); return n == 0 })
+	onlyFor(t, 3*shutdownGap, "Shutdown waits", func() bool { return len(done) == 0 })
+	c.Node(1).Hang(false)
+	if err := <-connected; err != nil {
+		t.Error(err)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// To wait for a node that there is no connection to leaves nothing behind.
+func TestWaitDrainedLeavesNothing(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	p := open(t, c.DSN(), still)
+	mustExec(t, p, "UPDATE t SET x = 1")
+	w := p.dog(t)
+	for node := 100; node < 200; node++ {
+		if err := p.c.WaitDrained(t.Context(), node); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if n := len(w.nodes); n > 2 { // the connection's, and 0
+		t.Errorf("%d nodes are known", n)
+	}
+}
+
+// A process that slept takes what the sources said for stale, not what somebody marked by hand. After Close nothing is
+// marked, and there is an error.
+func TestAManualMarkSurvivesASuspension(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	p := open(t, c.DSN(), "crdbdrain_sources=instances,manual&crdbdrain_poll_interval=1h&crdbdrain_spares=0")
+	mustExec(t, p, "UPDATE t SET x = 1")
+	w := p.dog(t)
+	if err := p.c.SetDraining(1, true); err != nil {
+		t.Fatal(err)
+	}
+	w.note(2, sourceInstances, notice{since: time.Now(), before: time.Now()})
+	w.forget()
+	if m := w.marks.Load(); m == nil || m.of[1] == nil || m.of[2] != nil {
+		t.Errorf("the marks: %+v", m)
+	}
+	_ = p.Close()
+	if err := p.c.SetDraining(1, true); !errors.Is(err, errClosed) {
+		t.Errorf("SetDraining after Close: %v", err)
+	}
+	if h, err := NewFeedHandler(p.c, FeedConfig{}); err == nil {
+		_ = h.Close()
+		t.Error("a feed of a connector that is closed")
+	}
+}

@@ -183,6 +183,11 @@ func (w *watchdog) anotherMay(s *sourceStatus, t time.Time) bool {
 	return slices.ContainsFunc(w.members, func(m *Connector) bool { return !t.Before(s.denied[m.role()]) })
 }
 
+// anotherCan reports whether a member's role may be asked that has not lately been unable to connect. w.mu is held.
+func (w *watchdog) anotherCan(s *sourceStatus, t time.Time) bool {
+	return slices.ContainsFunc(w.members, func(m *Connector) bool { return !t.Before(s.denied[m.role()]) && !t.Before(w.barred[m.role()]) })
+}
+
 // forgetRoles drops what is known of roles that no member has any more. w.mu is held.
 func (w *watchdog) forgetRoles() {
 	gone := func(r role, _ time.Time) bool {
@@ -216,7 +221,8 @@ func (w *watchdog) take(r pollResult) (again bool) {
 		}
 		w.barred[by] = t.Add(barFor)
 	}
-	if failing := failed != nil && len(r.answers) == 0; failing != w.mute {
+	fed := len(r.answers) == 1 && r.answers[0].source == sourceFeed // which says nothing of that connection
+	if failing := failed != nil && len(r.answers) == 0; failing != w.mute && !fed {
 		w.mute = failing
 		if failing {
 			events = append(events, func() {
@@ -244,6 +250,8 @@ func (w *watchdog) take(r pollResult) (again bool) {
 			} else {
 				s.state, reason = sourceDenied, denied
 			}
+		case a.err != nil && r.errs[a.role] != nil && w.anotherCan(s, t):
+			another = true // that this role cannot connect is nobody's trouble
 		case a.err != nil:
 			s.failures++
 			interval := w.cfg.Load().pollInterval

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -116,8 +117,9 @@ type feedClient struct {
 	// Of the goroutine.
 	etag     string
 	last     feedDocument
-	pinned   string // the cluster that the feed was of at first
-	failures int    // in a row
+	heard    time.Time // when the feed had heard what is the last document
+	pinned   string    // the cluster that the feed was of at first
+	failures int       // in a row
 }
 
 // followFeed starts, stops or leaves alone the client of the feed, as the settings say.
@@ -155,6 +157,8 @@ func newFeedClient(w *watchdog, cfg *config) *feedClient {
 				TLSHandshakeTimeout: cfg.pollTimeout,
 				MaxIdleConnsPerHost: 1,
 				ForceAttemptHTTP2:   true,
+
+				MaxResponseHeaderBytes: maxHeaders,
 			},
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
@@ -205,6 +209,7 @@ func (f *feedClient) run(ctx context.Context) {
 		if !sleep(ctx, wait/2+rand.N(wait/2+1)) {
 			return
 		}
+		f.client.CloseIdleConnections() // an HTTP/2 connection outlives a peer that has gone without a word
 		backoff = min(2*backoff, maxBackoff)
 	}
 }
@@ -276,16 +281,22 @@ func (f *feedClient) ask(ctx context.Context) (news bool, err error) {
 	if err := f.check(doc); err != nil {
 		return false, err
 	}
+	// Behind a load balancer each answer may be another replica's. One that has asked the cluster before the replica did
+	// whose answer is the last one here knows nothing of what has happened since.
+	heard := time.Now().Add(-time.Duration(doc.AgeMS) * time.Millisecond)
+	if doc.Instance != f.last.Instance && heard.Before(f.heard) {
+		return false, nil
+	}
 	etag := resp.Header.Get("ETag")
 	if len(etag) > maxETag || hasControl(etag) {
 		etag = ""
 	}
-	news = etag == "" || etag != f.etag
-	f.etag, f.last, f.pinned = etag, doc, doc.Cluster
 	// What the feed says was so when it was asked, or became so since.
-	if !news {
+	if etag != "" && etag == f.etag {
 		asked = time.Now()
 	}
+	news = !slices.EqualFunc(doc.Nodes, f.last.Nodes, func(a, b feedNode) bool { return a.ID == b.ID && a.State == b.State })
+	f.etag, f.last, f.pinned, f.heard = etag, doc, doc.Cluster, heard
 	f.takeOver(doc, asked)
 	return news, nil
 }

@@ -42,6 +42,7 @@ type target struct {
 }
 
 const (
+	maxHeaders       = 64 << 10 // of a feed's answers too
 	maxReadinessBody = 4 << 10
 	maxVarsBody      = 16 << 20
 	maxTargets       = 1000
@@ -173,6 +174,8 @@ func (r *readiness) newTarget(u *url.URL, addr string) *target {
 			},
 			TLSClientConfig:     r.tls.Clone(),
 			MaxIdleConnsPerHost: 1,
+
+			MaxResponseHeaderBytes: maxHeaders,
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}}

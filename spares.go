@@ -21,7 +21,6 @@ type spares struct {
 	dialing int       // guarded by mu
 	retry   time.Time // no dial before; guarded by mu
 	failed  int       // dials in a row; guarded by mu
-	next    time.Time // the process's turn in its fleet; guarded by mu
 
 	took  atomic.Int64 // a dial, lately; a duration
 	ahead atomic.Int32 // dials to have under way beyond those that fill the spares, for the pace's sake
@@ -154,14 +153,8 @@ func (c *Connector) refill(t time.Time) {
 	dial := 0
 	if sp.needed && sp.wanted.Load() && !t.Before(sp.retry) && !c.shutting.Load() {
 		dial = max(0, c.cfg.spares+int(sp.ahead.Load())-len(sp.ready)-sp.dialing)
-		if share := c.fleetShare(); share != nil && dial > 0 {
-			// Every process of the fleet has just heard of the drain: each dials in its turn.
-			m := c.watchdog.Load().marks.Load()
-			if dial = 1; t.Before(sp.next) || m != nil && t.Before(m.from) {
-				dial = 0
-			} else {
-				sp.next = t.Add(share.gap)
-			}
+		if w := c.watchdog.Load(); dial > 0 && w != nil && w.fleet.Load() != nil {
+			dial = boolInt(w.spareTurn(t))
 		}
 		sp.dialing += dial
 	}
@@ -175,12 +168,14 @@ func (c *Connector) refill(t time.Time) {
 	}
 }
 
-// fleetShare returns what a feed lets the process do, or nil: no limit.
-func (c *Connector) fleetShare() *fleetShare {
-	if w := c.watchdog.Load(); w != nil {
-		return w.fleet.Load()
+// spareTurn takes the process's turn to dial a spare: every process of the fleet has just heard of the drain, and whatever
+// the number of its pools, each dials one in a gap. It reports whether it is its turn.
+func (w *watchdog) spareTurn(t time.Time) bool {
+	if m := w.marks.Load(); m != nil && t.Before(m.from) {
+		return false
 	}
-	return nil
+	n, next := now(), w.spareNext.Load()
+	return n >= next && w.spareNext.CompareAndSwap(next, n+int64(w.fleetGap()))
 }
 
 // dialSpare dials one spare in the background.
@@ -189,7 +184,7 @@ func (c *Connector) dialSpare() bool {
 		ctx, cancel := context.WithTimeout(c.ctx, spareDial)
 		defer cancel()
 		start := time.Now()
-		s, err := c.connect(ctx, nil)
+		s, err := c.connect(ctx, nil, true)
 		ok := err == nil && s.w != nil && s.stamp() != 0 && s.fit()
 		sp := &c.spares
 		sp.mu.Lock()

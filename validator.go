@@ -367,7 +367,7 @@ func (c *conn) mend(ctx context.Context) bool {
 	if s == nil {
 		var err error
 		// The session has ended: its place under the ceiling is its successor's.
-		if s, err = c.s.connector.connect(ctx, c.s); err != nil {
+		if s, err = c.s.connector.connect(ctx, c.s, false); err != nil {
 			return false
 		}
 	}

@@ -31,6 +31,8 @@ type watchdog struct {
 	learned atomic.Int64 // the window by the server's settings, a duration; 0: not known
 	fleet   atomic.Pointer[fleetShare]
 
+	spareNext atomic.Int64 // by now(): the process's next turn in its fleet to dial a spare
+
 	fullUntil atomic.Int64 // by now(): servers have too many connections, nothing is culled
 	fullTimes atomic.Int32 // in a row
 
@@ -389,6 +391,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 			w.forget()
 		}
 		last = t
+		w.reap()
 		w.mu.Lock()
 		events := w.expire(t)
 		idle := w.conns == 0 && w.pinned == 0
@@ -424,10 +427,12 @@ func suspended(before, after time.Time) bool {
 	return wall-mono > 10*time.Second
 }
 
-// forget drops all notices, until a source repeats them.
+// forget drops all notices, until a source repeats them. Nobody repeats a mark made by hand: it stays.
 func (w *watchdog) forget() {
 	w.mu.Lock()
-	clear(w.notices)
+	for _, said := range w.notices {
+		*said = [numSources]*notice{sourceManual: said[sourceManual]}
+	}
 	for id := range w.sources {
 		w.sources[id].nodes = nil
 	}
@@ -527,11 +532,7 @@ func (w *watchdog) turnWithin(d time.Duration, m *marks, t time.Time) time.Durat
 		}
 	}
 	sooner(m.from)
-	for _, c := range w.connectors() {
-		c.spares.mu.Lock()
-		sooner(c.spares.next)
-		c.spares.mu.Unlock()
-	}
+	sooner(t.Add(time.Duration(w.spareNext.Load() - now())))
 	return d
 }
 
