@@ -25,7 +25,8 @@ import (
 // possible here: no connection is replaced in place, nothing is run again (crdbdrain_rerun), no spares are kept
 // (crdbdrain_spares; the pool's MinIdleConns serve as such), and there is no ceiling (crdbdrain_max_connections is an
 // error; the pool has MaxConns). With a window a drain costs nothing, as with database/sql. Without one, no connection that
-// the server has closed is handed out, but a statement that meets the server's notice fails with its 57P01. A
+// the server has closed is handed out, but a statement that meets the server's notice fails with its 57P01. pgxpool calls
+// AfterRelease in a goroutine, so a caller in a loop may use two connections in turn. A
 // connection that is to move on the way home or for crdbdrain_ttl is given up first, and dialled again on demand.
 func AttachPool(pc *pgxpool.Config, opts ...Option) (*Connector, error) {
 	cfg, err := newConfig(pc.ConnConfig)
@@ -45,8 +46,8 @@ func AttachPool(pc *pgxpool.Config, opts ...Option) (*Connector, error) {
 
 	beforeConnect, afterConnect, afterRelease, beforeClose := pc.BeforeConnect, pc.AfterConnect, pc.AfterRelease, pc.BeforeClose
 	prepareConn, shouldPing := pc.PrepareConn, pc.ShouldPing
-	if old := pc.BeforeAcquire; prepareConn == nil && old != nil {
-		prepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) { return old(ctx, conn), nil }
+	if old := pc.BeforeAcquire; prepareConn == nil && old != nil { //nolint:staticcheck // the config may still have it
+		prepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) { return old(ctx, conn), nil } //nolint:unparam // pgxpool's signature
 	}
 	if beforeConnect != nil { // the watchdog's own connection may need the password that it fetches
 		c.stdOpts = append(c.stdOpts, stdlib.OptionBeforeConnect(beforeConnect))

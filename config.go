@@ -46,7 +46,8 @@ type config struct {
 	cluster          string // crdbdrain_cluster
 	key              string // which cluster this is: its name, or its hosts and routing
 	otelsql          bool
-	roots            *x509.CertPool // the DSN's sslrootcert, for HTTPS; nil: the system's
+	roots            *x509.CertPool // the DSN's sslrootcert, for the HTTPS of readiness; nil: the system's
+	feedRoots        *x509.CertPool // the same, for that of the feed
 }
 
 type mode uint8
@@ -207,6 +208,7 @@ func newConfig(cc *pgx.ConnConfig) (*config, error) {
 	}
 	c.key = c.identity()
 	c.roots = c.rootCAs()
+	c.feedRoots = c.roots
 	return c, nil
 }
 
@@ -284,7 +286,10 @@ func (c *config) checkText() error {
 			return configErrorf("a parameter's name contains '@', '/', '?', a space or a control byte; a URL begins with postgres://")
 		}
 		if hasControl(value) {
-			return configErrorf("%s contains a control byte", c.shown(param))
+			if param != "application_name" && param != "options" { // it may be a piece of a keyword/value DSN's unquoted password
+				param = "a parameter's value"
+			}
+			return configErrorf("%s contains a control byte", param)
 		}
 	}
 	return nil

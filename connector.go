@@ -16,6 +16,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -557,8 +558,8 @@ func (c *Connector) hooksHidden() {
 func (c *Connector) Driver() driver.Driver { return theDriver }
 
 // redact is the text of an error for the log: pgx's connect errors name user and database, which are not secrets, and
-// never the password. Newlines would let a server forge lines.
+// never the password. Newlines would let a server forge lines, and escapes paint on a terminal.
 func redact(err error) string {
-	s := strings.Join(strings.Fields(err.Error()), " ")
+	s := strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
 	return strings.ToValidUTF8(s[:min(len(s), 512)], "")
 }

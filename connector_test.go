@@ -14,6 +14,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgproto3"
+
+	"github.com/crdbdrain/crdbdrain/crdbdraintest"
 )
 
 func refusal() *pgproto3.ErrorResponse {
@@ -348,5 +350,27 @@ func TestHooksAreChained(t *testing.T) {
 	k.wait(t, insert)
 	if lookups.Load() < 2 || dials.Load() < 2 || nets.Load() < 2 || pgErrors.Load() != 1 {
 		t.Errorf("lookups %d, dials %d, connections %d, errors %d", lookups.Load(), dials.Load(), nets.Load(), pgErrors.Load())
+	}
+}
+
+// While a node is marked, a dial that lands on it is made again until it lands elsewhere.
+func TestDialsAreSteered(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 2})
+	p := open(t, c.DSN(), still)
+	fill(t, p.DB, 4)
+	w := p.dog(t)
+	w.say(1)
+	for range 8 { // the load balancer takes the nodes in turn
+		dc, err := p.c.Connect(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer dc.Close()
+		if id := dc.(*conn).s.id; id != 2 {
+			t.Errorf("a connection to node %d", id)
+		}
+	}
+	if s := p.c.Stats(); s.Steered == 0 {
+		t.Error("no dial landed on node 1: the test shows nothing")
 	}
 }

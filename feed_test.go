@@ -493,7 +493,7 @@ func TestFeedClientTLSAndToken(t *testing.T) {
 		p := open(t, c.DSN(), "crdbdrain_poll_timeout=500ms&crdbdrain_cluster=C&crdbdrain_feed="+s.URL+"&crdbdrain_feed_token_file="+token)
 		p.c.registry = &watchdogs{}
 		if trusted {
-			p.c.cfg.roots = s.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
+			p.c.cfg.feedRoots = s.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
 		}
 		seen.Store("")
 		fill(t, p.DB, 3)
@@ -876,7 +876,7 @@ func TestFeedClientLeavesADeadConnection(t *testing.T) {
 	defer s.Close()
 	p := open(t, c.DSN(), "crdbdrain_poll_timeout=200ms&crdbdrain_cluster=C&crdbdrain_feed="+s.URL)
 	p.c.registry = &watchdogs{}
-	p.c.cfg.roots = s.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
+	p.c.cfg.feedRoots = s.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
 	fill(t, p.DB, 3)
 	w := p.dog(t)
 	eventually(t, "the feed works", func() bool { return w.status(sourceFeed).state == sourceOK })

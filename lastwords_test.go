@@ -220,6 +220,7 @@ func FuzzLastWords(f *testing.F) {
 // longer than the link keeps: it may then take a goodbye for another error, which is the safe side.
 func byFrontend(b []byte) (h heard, n int, long bool) {
 	fe := pgproto3.NewFrontend(bytes.NewReader(b), io.Discard)
+	fe.SetMaxBodyLen(1 << 20) // it allocates what a length says
 	failed := false
 	for {
 		m, err := fe.Receive()

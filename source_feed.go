@@ -153,7 +153,7 @@ func newFeedClient(w *watchdog, cfg *config) *feedClient {
 		client: &http.Client{
 			Transport: &http.Transport{
 				DialContext:         w.dialFeed,
-				TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: cfg.roots},
+				TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: cfg.feedRoots},
 				TLSHandshakeTimeout: cfg.pollTimeout,
 				MaxIdleConnsPerHost: 1,
 				ForceAttemptHTTP2:   true,

@@ -382,7 +382,7 @@ func (c *conn) mend(ctx context.Context) bool {
 // Close closes the connection as pgx does.
 func (c *conn) Close() error {
 	if c.single {
-		defer c.s.connector.Close() //nolint:errcheck // always nil
+		defer c.s.connector.Close()
 	}
 	s := c.follow()
 	if c.uses > manyUses && !c.hooked && s.w != nil && s.state.Load() == sessionInUse && !s.pg.IsClosed() {

@@ -127,11 +127,13 @@ func common(members []*Connector) *config {
 	for _, m := range members[1:] {
 		o := m.cfg
 		cfg.sources |= o.sources
+		if len(cfg.readiness) == 0 {
+			cfg.roots = o.roots
+		}
 		cfg.readiness = union(cfg.readiness, o.readiness)
 		if cfg.feed == "" {
-			cfg.feed, cfg.feedTokenFile = o.feed, o.feedTokenFile
+			cfg.feed, cfg.feedTokenFile, cfg.feedRoots = o.feed, o.feedTokenFile, o.feedRoots // its own certificates
 		}
-		cfg.roots = cmp.Or(cfg.roots, o.roots)
 		cfg.pollInterval = min(cfg.pollInterval, o.pollInterval)
 		cfg.pollIntervalDraining = min(cfg.pollIntervalDraining, o.pollIntervalDraining)
 		cfg.pollTimeout = max(cfg.pollTimeout, o.pollTimeout)

@@ -55,7 +55,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	otlp := flags.Bool("otlp", false, "")
 	err := flags.Parse(args)
 	if errors.Is(err, flag.ErrHelp) {
-		fmt.Fprint(stdout, feedcmd.Help, flagsHelp)
+		_, _ = fmt.Fprint(stdout, feedcmd.Help, flagsHelp)
 		return 0
 	}
 	if err == nil && flags.NArg() > 0 {
@@ -65,11 +65,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		err = o.Check()
 	}
 	if err != nil {
-		fmt.Fprintf(stderr, "crdbdrain-feed: %s\nTry: crdbdrain-feed -h\n", err)
+		_, _ = fmt.Fprintf(stderr, "crdbdrain-feed: %s\nTry: crdbdrain-feed -h\n", err)
 		return 2
 	}
 	if err := serve(ctx, &o, *otlp, stderr); err != nil {
-		fmt.Fprintf(stderr, "crdbdrain-feed: %s\n", err)
+		_, _ = fmt.Fprintf(stderr, "crdbdrain-feed: %s\n", err)
 		return 1
 	}
 	return 0

@@ -156,7 +156,9 @@ func (o *Options) Run(ctx context.Context, stderr io.Writer) error {
 	if err := server.Shutdown(bound); err != nil {
 		_ = server.Close()
 	}
-	_ = <-served // http.ErrServerClosed
+	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
 	if feedErr != nil {
 		return fmt.Errorf("clients were cut off: %w", feedErr)
 	}
