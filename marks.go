@@ -287,6 +287,13 @@ func (w *watchdog) noteLocked(id nodeID, source sourceID, n notice) []event {
 		w.notices[id] = said
 	}
 	if old := said[source]; old != nil {
+		if source == sourceErrors && old.over && !n.before.After(old.before) {
+			// One of many connections that the server ends at once: it says nothing new.
+			again := *old
+			again.heard = n.heard
+			said[source] = &again
+			return nil
+		}
 		n.since = old.since
 		n.over = n.over || old.over
 		if old.before.After(n.before) {

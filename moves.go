@@ -25,6 +25,7 @@ type balance struct {
 	active bool
 	from   time.Time // the fleet's share of moves begins
 	joined []nodeID  // that a source has begun to list
+	turn   int       // of the pools
 	misses int       // dials in a row that were of no use: landed where there are enough, say
 }
 
@@ -306,6 +307,12 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		return plan{gap: early}, true // the turn of others
 	}
 	held := w.heldBy()
+	type lack struct {
+		c   *Connector
+		aim []nodeID
+	}
+	var lacks []lack
+	missing, nodes := 0, 0
 	for _, c := range w.members {
 		if !c.rebalances() {
 			continue
@@ -315,29 +322,30 @@ func (w *watchdog) plan() (p plan, ok bool) {
 		for _, n := range counts {
 			most = max(most, n)
 		}
-		missing := 0
-		var aim []nodeID
+		l := lack{c: c}
 		for id, n := range counts {
 			if helps(most, n, share) {
 				missing += max(int(share), 1) // as if it had none: the last ones come no slower than the first
-				aim = append(aim, id)
+				l.aim = append(l.aim, id)
 			}
 		}
-		if missing == 0 {
-			continue
+		if len(l.aim) > 0 {
+			lacks = append(lacks, l)
 		}
+		nodes = len(counts)
+	}
+	if len(lacks) > 0 && w.balance.misses <= 10*nodes {
+		l := lacks[w.balance.turn%len(lacks)] // the pools in turn
+		w.balance.turn++
 		// Through a load balancer only every so-manieth dial lands where it should. Where none does, for long, moving on
 		// would only be churn.
 		dials := missing
-		hosts := w.addrs.hostsOf(aim)
+		hosts := w.addrs.hostsOf(l.aim)
 		if len(hosts) == 0 {
-			dials *= len(counts)
-		}
-		if w.balance.misses > 10*len(counts) {
-			break
+			dials *= nodes
 		}
 		return plan{
-			c: c, hosts: hosts,
+			c: l.c, hosts: hosts,
 			gap:    max(min(w.cfg.Load().cullStagger, max(moveWithin/time.Duration(dials), minMoveGap)), w.fleetGap()),
 			atOnce: int32(min(max(missing/10, 1), 8)),
 		}, true

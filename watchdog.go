@@ -479,8 +479,10 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	if len(s.idle) == 0 || t.Sub(s.listed) > listAgain {
 		s.list(w, m)
 		s.listed = t
+		// The gap is the process's: each of the pools that need spares has its part of it.
+		gap := w.gap(m, t) * time.Duration(max(len(s.need), 1))
 		for _, c := range w.connectors() {
-			c.tendSpares(s.need[c], t, w.gap(m, t))
+			c.tendSpares(s.need[c], t, gap)
 		}
 	}
 	if len(s.idle) == 0 {
