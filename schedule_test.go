@@ -136,7 +136,7 @@ type schedule struct {
 	closeAt   time.Duration // of db.Close; negative: after everything
 	rest      bool          // look at it at rest
 	restLoad  bool
-	gossipLag time.Duration
+	gossipLag atomic.Int64 // a duration: the longest so far
 
 	cluster *crdbdraintest.Cluster
 	con     *Connector
@@ -593,7 +593,7 @@ func (s *schedule) events() {
 		case 9:
 			lag := time.Duration(rng.IntN(5000)) * time.Millisecond
 			s.note("gossip lags by %v", lag)
-			s.gossipLag = max(s.gossipLag, lag)
+			s.gossipLag.Store(max(s.gossipLag.Load(), int64(lag)))
 			for _, n := range s.cluster.Nodes() {
 				n.SetFaults(crdbdraintest.Faults{GossipLag: lag})
 			}
@@ -834,7 +834,7 @@ func (s *schedule) onCull(name, reason string) {
 		return // withdrawn at this moment
 	}
 	over, unmarked, reachable := false, false, false
-	grace := w.keep() + w.cfg.Load().pollTimeout + s.gossipLag + time.Second
+	grace := w.keep() + w.cfg.Load().pollTimeout + time.Duration(s.gossipLag.Load()) + time.Second
 	for _, mk := range m.of {
 		over = over || mk.over
 	}
