@@ -614,11 +614,13 @@ func (f *tokenFile) load() error {
 	if len(tokens) == 0 {
 		return configErrorf("%s has no token", f.path)
 	}
-	f.sums = nil
+	var sums [][sha256.Size]byte
 	for _, t := range tokens {
-		f.sums = append(f.sums, sha256.Sum256([]byte(t)))
+		sums = append(sums, sha256.Sum256([]byte(t)))
 	}
-	f.changed, f.size = info.ModTime(), info.Size()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.sums, f.changed, f.size = sums, info.ModTime(), info.Size()
 	return nil
 }
 
@@ -629,12 +631,18 @@ func (f *tokenFile) allows(header string) bool {
 		return false
 	}
 	f.mu.Lock()
-	if t := time.Now(); t.Sub(f.looked) > time.Second {
-		f.looked = t
-		if info, err := os.Stat(f.path); err == nil && (!info.ModTime().Equal(f.changed) || info.Size() != f.size) {
+	t := time.Now()
+	look, changed, size := t.Sub(f.looked) > time.Second, f.changed, f.size
+	if look {
+		f.looked = t // others go on with what there is
+	}
+	f.mu.Unlock()
+	if look {
+		if info, err := os.Stat(f.path); err == nil && (!info.ModTime().Equal(changed) || info.Size() != size) {
 			_ = f.load()
 		}
 	}
+	f.mu.Lock()
 	sums := f.sums
 	f.mu.Unlock()
 	sum := sha256.Sum256([]byte(strings.TrimSpace(token)))

@@ -179,14 +179,16 @@ type keyPair struct {
 // get is for tls.Config. While the files cannot be read, the certificate is that of before.
 func (k *keyPair) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.loaded != nil && time.Since(k.looked) < 10*time.Second {
-		return k.loaded, nil
+	loaded, changed := k.loaded, k.changed
+	if loaded != nil && time.Since(k.looked) < 10*time.Second {
+		k.mu.Unlock()
+		return loaded, nil
 	}
-	k.looked = time.Now()
+	k.looked = time.Now() // others go on with what there is
+	k.mu.Unlock()
 	info, err := os.Stat(k.cert)
-	if err == nil && k.loaded != nil && info.ModTime().Equal(k.changed) {
-		return k.loaded, nil
+	if err == nil && loaded != nil && info.ModTime().Equal(changed) {
+		return loaded, nil
 	}
 	var pair tls.Certificate
 	if err == nil {
@@ -194,11 +196,14 @@ func (k *keyPair) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	}
 	switch {
 	case err == nil:
+		k.mu.Lock()
+		defer k.mu.Unlock()
 		k.loaded, k.changed = &pair, info.ModTime()
-	case k.loaded == nil:
+		return k.loaded, nil
+	case loaded == nil:
 		return nil, err
 	}
-	return k.loaded, nil
+	return loaded, nil
 }
 
 // Help is the command's manual, in the manner of a man page.
