@@ -125,7 +125,7 @@ func TestAttachPoolRollingRestart(t *testing.T) {
 					t.Errorf("node %d: %d idle and %d busy connections lost in %v", n.ID(), d.LostIdle, d.LostBusy, d.Duration)
 				}
 				eventually(t, "the load balancer has it in again", func() bool { return c.LoadBalancer().Up(n.ID()) })
-				time.Sleep(300 * time.Millisecond) // the readiness poll that notices it
+				eventually(t, "its mark is gone", func() bool { return con.watchdog.Load().marks.Load() == nil })
 			}
 			if errs := stop(); len(errs) > 0 {
 				t.Errorf("errors in %d operations: %v", ops.Load(), errs)
