@@ -815,12 +815,12 @@ func (k *checker) judgeWindow() {
 			fmt.Sprintf("crdbdrain_window=%v", total))
 	}
 	polled := k.works(sourceInstances) || k.works(sourceReadiness)
-	switch interval := k.cfg.pollInterval; {
+	switch interval := k.cfg.interval(used); {
 	case !polled || k.works(sourceFeed):
 	case interval+interval/5 >= total:
 		k.problem(fmt.Sprintf("crdbdrain_poll_interval is %v, the window %v: a drain can be over before it is noticed", interval, total), shorterPoll(total))
-	case 3*interval > total:
-		k.advise(fmt.Sprintf("crdbdrain_poll_interval is %v, more than a third of the window of %v: little of it is left for the pool", interval, total), shorterPoll(total))
+	case 2*interval > total:
+		k.advise(fmt.Sprintf("crdbdrain_poll_interval is %v, more than half of the window of %v: little of it is left for the pool", interval, total), shorterPoll(total))
 	}
 }
 

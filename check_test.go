@@ -163,7 +163,8 @@ func TestCheckTheWindow(t *testing.T) {
 		{"the load balancer notices too late", leaves(2*s, 30*s), "", "", "initial_wait is 2s: if the host is a load balancer"},
 		{"and what to type", leaves(2*s, 30*s), "", "", "SET CLUSTER SETTING server.shutdown.initial_wait = '8s'"},
 		{"polled too seldom", leaves(8*s, 0), "crdbdrain_poll_interval=8s", "crdbdrain_poll_interval is 8s, the window 8s: a drain can be over before it is noticed -> crdbdrain_poll_interval=2s", ""},
-		{"polled a bit seldom", leaves(8*s, 4*s), "", "", "more than a third of the window of 12s: little of it is left for the pool -> crdbdrain_poll_interval=3s"},
+		{"polled a bit seldom", leaves(8*s, 4*s), "crdbdrain_poll_interval=7s", "", "more than half of the window of 12s: little of it is left for the pool -> crdbdrain_poll_interval=3s"},
+		{"the default follows the window", leaves(2*s, s), "", "", "initial_wait is 2s"},
 		{"a window that is not there", leaves(8*s, 4*s), "crdbdrain_window=30s", "counts on a window of 30s (crdbdrain_window), the server leaves 12s: the pool would leave too slowly -> crdbdrain_window=12s", ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

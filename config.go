@@ -34,6 +34,7 @@ type config struct {
 	unsafeInternals bool
 
 	pollInterval, pollIntervalDraining time.Duration
+	pollAuto                           bool // pollInterval is the default: interval
 	pollTimeout                        time.Duration
 	cullStagger                        time.Duration // 0: no pacing
 	window                             time.Duration // 0: ask the server
@@ -125,7 +126,7 @@ func (c *config) keys() []configKey {
 		{"crdbdrain_feed", "", configValue{"the URL of a drain feed, such as https://feed:8443", c.setFeed}},
 		{"crdbdrain_feed_token_file", "", textValue(&c.feedTokenFile, "the path of a file", 4096, unicode.IsControl)},
 		{"crdbdrain_unsafe_internals", "off", onOffValue(&c.unsafeInternals)},
-		{"crdbdrain_poll_interval", "5s", intervalValue(&c.pollInterval)},
+		{"crdbdrain_poll_interval", "", intervalValue(&c.pollInterval)},
 		{"crdbdrain_poll_interval_draining", "", intervalValue(&c.pollIntervalDraining)},
 		{"crdbdrain_poll_timeout", "2s", durationValue(&c.pollTimeout, "", "1ms", "1h")},
 		{"crdbdrain_cull_stagger", "500ms", durationValue(&c.cullStagger, "0", "1ms", "24h")},
@@ -199,6 +200,9 @@ func newConfig(cc *pgx.ConnConfig) (*config, error) {
 		if err := k.set(v); err != nil {
 			return nil, configErrorf("%s: want %s%v", k.name, k.want, err)
 		}
+	}
+	if c.pollInterval == 0 {
+		c.pollInterval, c.pollAuto = defaultPollInterval, true
 	}
 	if c.pollIntervalDraining == 0 {
 		c.pollIntervalDraining = min(time.Second, c.pollInterval)

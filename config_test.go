@@ -62,7 +62,7 @@ func TestConfigDefaults(t *testing.T) {
 	want := &config{
 		mode: modeOn, auto: true,
 		sources:      1<<sourceInstances | 1<<sourceGossip | 1<<sourceErrors | 1<<sourceManual,
-		pollInterval: 5 * time.Second, pollIntervalDraining: time.Second, pollTimeout: 2 * time.Second,
+		pollInterval: 5 * time.Second, pollAuto: true, pollIntervalDraining: time.Second, pollTimeout: 2 * time.Second,
 		cullStagger: 500 * time.Millisecond, spares: 2, rerun: true, rebalance: true,
 		ttlStagger: 6 * time.Second, hostOrder: hostOrderListed, key: "h:26257",
 	}

@@ -58,9 +58,25 @@ func (p *pace) take(now time.Time, gap time.Duration) (token, bool) {
 	return token{p.limiter.ReserveN(now, 1)}, true
 }
 
-// windowShare is the part of the window in which the connections are to leave. The rest is for what delays them: the
-// poll that notices the drain, a statement that is still running, the server noticing that the last one has gone.
-const windowShare = 0.6
+// until returns how long after now there is a token, at most gap. The limiter's burst of one keeps nothing for who comes
+// late: who comes when the token does loses nothing.
+func (p *pace) until(now time.Time, gap time.Duration) time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if gap <= 0 || p.limiter == nil {
+		return 0
+	}
+	return min(max(time.Duration((1-p.limiter.TokensAt(now))*float64(gap)), 0), gap)
+}
+
+// windowShare is the part of the window in which the connections are to leave, from when the drain is noticed. The rest is
+// for what delays them: the poll that notices the drain, a statement that is still running, the server noticing that the
+// last one has gone. Where the poll alone takes more than a fifth of the window they have to hurry: calmShare is the part
+// in which they are to leave from when the node was last known not to drain.
+const (
+	windowShare = 0.6
+	calmShare   = 0.8
+)
 
 // defaultWindow is what crdbdrain_window=auto stands for where the server's settings are not known.
 const defaultWindow = 10 * time.Second
@@ -75,30 +91,33 @@ type leaving struct {
 	least float64 // culls per second that spread evenly those of the beginning
 }
 
-// timeLeft returns how much of the time in which connections should leave is left at now. Once it is used up, the rest
-// leaves at a tenth of the window: late, but still not at once.
-func timeLeft(now, noticed time.Time, window time.Duration) time.Duration {
-	target := noticed.Add(time.Duration(float64(window) * windowShare))
-	return max(target.Sub(now), window/10)
-}
-
-// evenly returns the culls per second at which conns connections leave in the time they have.
-func evenly(conns int, window time.Duration) float64 {
-	return float64(conns) / (window.Seconds() * windowShare)
+// need returns what a node needs at now that had held connections when it was noticed and has conns. calm is when it was
+// last known not to drain; zero if never. Once the time is used up, the rest leaves at a tenth of the window: late, but
+// still not at once.
+func need(conns, held int, now, noticed, calm time.Time, window time.Duration) leaving {
+	share := func(of float64) time.Duration { return time.Duration(float64(window) * of) }
+	target := noticed.Add(share(windowShare))
+	if hurry := calm.Add(share(calmShare)); !calm.IsZero() && hurry.Before(target) {
+		target = hurry
+	}
+	n := leaving{conns, max(target.Sub(now), window/10), 0}
+	if conns > 0 || now.Before(target) {
+		n.least = float64(held) / max(target.Sub(noticed), window/10).Seconds()
+	}
+	return n
 }
 
 // gap returns the time between two culls: the stagger, or less where the connections would otherwise not all have left
 // their nodes in the time that is left. The last ones leave no slower than the first: what is left of the time does not
-// fall below a tenth of the window, and the need, measured by it alone, would die away and never end. A stagger of 0 is
-// no pacing.
+// fall below a tenth of the window, and the need, measured by it alone, would die away and never end. A node that is left
+// before its time leaves its part of the pace to the others, which have been slower meanwhile. A stagger of 0 is no pacing.
 func gap(stagger time.Duration, nodes []leaving) time.Duration {
-	perSecond := 0.0
+	perSecond, conns := 0.0, 0
 	for _, n := range nodes {
-		if n.conns > 0 {
-			perSecond += max(float64(n.conns)/max(n.left, time.Millisecond).Seconds(), n.least)
-		}
+		conns += max(n.conns, 0)
+		perSecond += max(float64(n.conns)/max(n.left, time.Millisecond).Seconds(), n.least)
 	}
-	if perSecond == 0 {
+	if conns == 0 || perSecond == 0 {
 		return stagger
 	}
 	return min(stagger, time.Duration(float64(time.Second)/perSecond))

@@ -2,6 +2,7 @@ package crdbdrain
 
 import (
 	"math"
+	"math/rand/v2"
 	"testing"
 	"time"
 )
@@ -192,9 +193,10 @@ func TestGap(t *testing.T) {
 		{"a negative number", stagger, []leaving{{conns: -3, left: time.Second}}, stagger},
 		{"time enough", stagger, []leaving{{conns: 2, left: 10 * time.Second}}, stagger},
 		{"just enough", stagger, []leaving{{conns: 20, left: 10 * time.Second}}, stagger},
-		{"H07: 128 in 4 s", stagger, []leaving{{128, 4 * time.Second, evenly(100, 10*time.Second)}}, 31250 * time.Microsecond},
-		{"the last one of 60 in 6 s", stagger, []leaving{{1, time.Second, evenly(60, 10*time.Second)}}, 100 * time.Millisecond},
-		{"none of 60 is left", stagger, []leaving{{0, time.Second, evenly(60, 10*time.Second)}}, stagger},
+		{"H07: 128 in 4 s", stagger, []leaving{{128, 4 * time.Second, 100 / 6.0}}, 31250 * time.Microsecond},
+		{"the last one of 60 in 6 s", stagger, []leaving{{1, time.Second, 60 / 6.0}}, 100 * time.Millisecond},
+		{"none of 60 is left", stagger, []leaving{{0, time.Second, 60 / 6.0}}, stagger},
+		{"a node left early leaves its part to the others", stagger, []leaving{{10, time.Second, 10}, {0, time.Second, 40}}, 20 * time.Millisecond},
 		{"two nodes share the pace", stagger, []leaving{{conns: 10, left: time.Second}, {conns: 10, left: time.Second}}, 50 * time.Millisecond},
 		{"the slow one adds little", stagger, []leaving{{conns: 10, left: time.Second}, {conns: 1, left: 10 * time.Second}}, 99009900 * time.Nanosecond},
 		{"no time left", stagger, []leaving{{conns: 10, left: 0}}, 100 * time.Microsecond},
@@ -208,18 +210,33 @@ func TestGap(t *testing.T) {
 	}
 }
 
-func TestTimeLeft(t *testing.T) {
+func TestNeed(t *testing.T) {
 	const window = 10 * time.Second
-	for _, tt := range []struct{ after, want time.Duration }{
-		{-time.Hour, time.Hour + 6*time.Second}, // the clock went back: slower, no more
-		{0, 6 * time.Second},
-		{4 * time.Second, 2 * time.Second},
-		{5 * time.Second, time.Second},
-		{6 * time.Second, time.Second},
-		{time.Hour, time.Second},
+	for _, tt := range []struct {
+		name        string
+		after, calm time.Duration // of the notice; before it
+		conns       int
+		left        time.Duration
+		least       float64
+	}{
+		{"the clock went back: slower, no more", -time.Hour, 0, 60, time.Hour + 6*time.Second, 10},
+		{"just noticed", 0, 0, 60, 6 * time.Second, 10},
+		{"on the way", 4 * time.Second, 0, 20, 2 * time.Second, 10},
+		{"almost over", 5500 * time.Millisecond, 0, 5, time.Second, 10},
+		{"late", time.Hour, 0, 1, time.Second, 10},
+		{"left early", 4 * time.Second, 0, 0, 2 * time.Second, 10},
+		{"left", 6 * time.Second, 0, 0, time.Second, 0},
+		{"a poll of 1 s is within the margin", 0, time.Second, 60, 6 * time.Second, 10},
+		{"one of 5 s is not", 0, 5 * time.Second, 60, 3 * time.Second, 20},
+		{"one of 5 s, on the way", time.Second, 5 * time.Second, 40, 2 * time.Second, 20},
+		{"noticed too late", 0, 9 * time.Second, 60, time.Second, 60},
 	} {
-		if got := timeLeft(aMoment.Add(tt.after), aMoment, window); got != tt.want {
-			t.Errorf("%v after the notice: %v left, want %v", tt.after, got, tt.want)
+		calm := time.Time{}
+		if tt.calm > 0 {
+			calm = aMoment.Add(-tt.calm)
+		}
+		if got := need(tt.conns, 60, aMoment.Add(tt.after), aMoment, calm, window); got != (leaving{tt.conns, tt.left, tt.least}) {
+			t.Errorf("%s: %+v, want %v left, at least %v", tt.name, got, tt.left, tt.least)
 		}
 	}
 }
@@ -234,7 +251,7 @@ func TestH01H07ConnectionsLeaveInTime(t *testing.T) {
 		var took []time.Duration
 		for at := time.Duration(0); at < 2*window && left > 0; at += step {
 			t := aMoment.Add(at)
-			if _, ok := p.take(t, gap(stagger, []leaving{{left, timeLeft(t, aMoment, window), evenly(conns, window)}})); ok {
+			if _, ok := p.take(t, gap(stagger, []leaving{need(left, conns, t, aMoment, time.Time{}, window)})); ok {
 				left--
 				took = append(took, at)
 			}
@@ -265,6 +282,36 @@ func TestH01H07ConnectionsLeaveInTime(t *testing.T) {
 	}
 }
 
+// Several nodes at once: which node's connection goes next is chance, and some node is left before its time. Together they
+// are left in time all the same.
+func TestSeveralNodesAreLeftInTime(t *testing.T) {
+	const window, stagger, step, each = 10 * time.Second, 500 * time.Millisecond, time.Millisecond, 50
+	for seed := range uint64(20) {
+		rng, p := rand.New(rand.NewPCG(seed, 0)), pace{}
+		left := []int{each, each, each, each, each}
+		for at, all := time.Duration(0), each*len(left); all > 0; at += step {
+			now := aMoment.Add(at)
+			var needs []leaving
+			for _, n := range left {
+				needs = append(needs, need(n, each, now, aMoment, time.Time{}, window))
+			}
+			if _, ok := p.take(now, gap(stagger, needs)); !ok {
+				continue
+			}
+			next := rng.IntN(all)
+			for i := range left {
+				if next -= left[i]; next < 0 {
+					left[i]--
+					break
+				}
+			}
+			if all--; at > 6200*time.Millisecond {
+				t.Fatalf("seed %d: after %v the nodes still have %v", seed, at, left)
+			}
+		}
+	}
+}
+
 // H07's arithmetic the other way: what the pace would be without the window is 50 s for 100 connections.
 func TestH07TheStaggerAloneIsTooSlow(t *testing.T) {
 	var p pace
@@ -276,7 +323,7 @@ func TestH07TheStaggerAloneIsTooSlow(t *testing.T) {
 	got, last := 0, time.Duration(0)
 	for at := time.Duration(0); at < window && got < 100; at += time.Millisecond {
 		now := aMoment.Add(at)
-		if _, ok := q.take(now, gap(500*time.Millisecond, []leaving{{100 - got, timeLeft(now, aMoment, window), evenly(100, window)}})); ok {
+		if _, ok := q.take(now, gap(500*time.Millisecond, []leaving{need(100-got, 100, now, aMoment, time.Time{}, window)})); ok {
 			got, last = got+1, at
 		}
 	}

@@ -25,6 +25,7 @@ type nodeInfo struct {
 // notice is what one source says of one node.
 type notice struct {
 	since           time.Time // first said
+	calm            time.Time // when the source was last asked and said otherwise; zero: unknown
 	heard           time.Time // last said, where it is news (errors)
 	before          time.Time // connections opened before this are to leave
 	decommissioning bool      // and not draining
@@ -39,6 +40,7 @@ type mark struct {
 	node            *nodeInfo
 	source          sourceID  // that said so first
 	since           time.Time // when
+	calm            time.Time // when the node was last known not to drain; zero: unknown
 	before          time.Time // connections opened before this are to leave
 	decommissioning bool      // not draining: new connections are welcome
 	over            bool
@@ -92,9 +94,10 @@ func (w *watchdog) isMarked(s *session) bool {
 type verdict uint8
 
 const (
-	keep verdict = iota
-	wait         // the pace does not allow it now: it stays eligible
-	gone         // the caller has to bury it
+	keep    verdict = iota
+	wait            // the pace does not allow it now: it stays eligible
+	unready         // its pool has no spare in hand yet: another pool's may go
+	gone            // the caller has to bury it
 )
 
 // cull decides, at a return, a checkout or a sweep, whether the connection is to be given up now, and if so takes it from
@@ -118,7 +121,7 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 	if younger && (mk.decommissioning || sp.count.Load() == 0 || t.Sub(s.opened) < 2*w.cfg.Load().pollIntervalDraining) {
 		return keep
 	}
-	if !m.somewhereToGo(t, w.cfg.Load().pollInterval) {
+	if !m.somewhereToGo(t, w.interval()) {
 		w.nowhereToGo()
 		return keep
 	}
@@ -134,7 +137,7 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 		gap := w.gap(m, t)
 		inHand := point == pointSweep && s.replacement.Load() != nil
 		if !inHand && w.spared(s, point) && sp.awaits(gap) {
-			return wait
+			return unready
 		}
 		var ok bool
 		if token, ok = w.pace.take(t, gap); !ok {
@@ -182,7 +185,7 @@ func (w *watchdog) gap(m *marks, t time.Time) time.Duration {
 	nodes := make([]leaving, 0, 8)
 	for _, mk := range m.of {
 		if !mk.over && !mk.decommissioning {
-			nodes = append(nodes, leaving{int(mk.node.count.Load()), timeLeft(t, mk.since, w.window()), evenly(mk.held, w.window())})
+			nodes = append(nodes, need(int(mk.node.count.Load()), mk.held, t, mk.since, mk.calm, w.window()))
 		}
 	}
 	return max(gap(w.cfg.Load().cullStagger, nodes), w.fleetGap())
@@ -196,7 +199,7 @@ func (w *watchdog) shouldSteer(s *session) bool {
 	}
 	mk := m.of[s.stamp()]
 	return mk != nil && !mk.decommissioning && mk.node.stuckUntil.Load() <= now() &&
-		m.somewhereToGo(time.Now(), w.cfg.Load().pollInterval)
+		m.somewhereToGo(time.Now(), w.interval())
 }
 
 // keptMarked takes note that a connection had to be kept on a marked node after every attempt to reach another.
@@ -323,15 +326,15 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 				continue
 			}
 			if mk == nil {
-				mk = &mark{node: w.nodeOf(id), source: sourceID(source), since: n.since, decommissioning: true}
+				mk = &mark{node: w.nodeOf(id)}
 			}
-			if n.since.Before(mk.since) {
-				mk.since, mk.source = n.since, sourceID(source)
+			// A drain has its own beginning: the node may have been decommissioned for hours.
+			graver := mk.since.IsZero() || mk.decommissioning && !n.decommissioning
+			if graver || n.decommissioning == mk.decommissioning && n.since.Before(mk.since) {
+				mk.since, mk.source, mk.decommissioning = n.since, sourceID(source), n.decommissioning
 			}
-			if n.before.After(mk.before) {
-				mk.before = n.before
-			}
-			mk.decommissioning = mk.decommissioning && n.decommissioning
+			mk.calm = maxTime(mk.calm, n.calm)
+			mk.before = maxTime(mk.before, n.before)
 			mk.over = mk.over || n.over
 		}
 		if mk == nil {
@@ -354,10 +357,13 @@ func (w *watchdog) remark(t time.Time) (events []event) {
 	}
 	for id, mk := range of {
 		d := w.drains[id]
-		if d == nil {
-			d = &drain{node: id, source: mk.source, since: mk.since}
+		if d == nil || d.mark.decommissioning && !mk.decommissioning {
+			fresh := &drain{node: id, source: mk.source, since: mk.since, held: w.older(id, mk)}
+			if d != nil && !d.done { // a decommissioning that has become a drain: what it has done so far is not told elsewhere
+				fresh.culled, fresh.lost = d.culled, d.lost
+			}
+			d = fresh
 			w.drains[id] = d
-			d.held = w.older(id, mk)
 			events = append(events, w.drainNoticed(d, mk))
 			d.done = d.held == 0
 		}
@@ -484,7 +490,8 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 			w.returned(id) // it has joined, or was away
 		}
 	}
-	s.nodes, s.answered = nodes, t
+	before := *s
+	s.nodes, s.asked, s.answered = nodes, asked, t
 	for id, said := range w.notices {
 		// A node that says that it is ready, or is listed as not draining, has restarted since it said goodbye. (Not so in
 		// gossip, where it only drains at the very end.)
@@ -528,11 +535,16 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 			w.notices[id] = said
 		}
 		n := notice{since: t, heard: t, before: t, decommissioning: !state.draining, epoch: state.epoch}
+		if was, known := before.nodes[id]; known && !was.draining && state.draining && source != sourceFeed {
+			n.calm = before.asked // a feed is not asked now and then, but answers when there is news
+		}
 		if old := said[source]; old != nil {
 			if old.decommissioning == n.decommissioning {
 				continue
 			}
-			n.since, n.before = old.since, old.before
+			if n.decommissioning { // the drain has been withdrawn
+				n.since, n.before = old.since, old.before
+			}
 		}
 		said[source] = &n
 		changed = true
@@ -626,6 +638,7 @@ func (w *watchdog) cameBack(s *session) (events []event) {
 // addrBook remembers which node answered at which address.
 type addrBook struct {
 	nodes map[string]nodeID   // 0: more than one
+	addrs map[nodeID]int      // how many addresses are this node's alone
 	hosts map[string][]string // addresses by host:port of the DSN
 }
 
@@ -636,12 +649,16 @@ func (b *addrBook) learn(a *attempt, id nodeID) {
 		return
 	}
 	if b.nodes == nil || len(b.nodes) > maxAddrs {
-		b.nodes, b.hosts = make(map[string]nodeID), make(map[string][]string)
+		b.nodes, b.addrs, b.hosts = make(map[string]nodeID), make(map[nodeID]int), make(map[string][]string)
 	}
-	if old, ok := b.nodes[a.addr]; ok && old != id {
-		id = 0
+	switch old, known := b.nodes[a.addr]; {
+	case !known:
+		b.nodes[a.addr] = id
+		b.addrs[id]++
+	case old != id && old != 0:
+		b.nodes[a.addr] = 0
+		b.addrs[old]--
 	}
-	b.nodes[a.addr] = id
 	for _, host := range a.hostsOf(a.addr) {
 		if !slices.Contains(b.hosts[host], a.addr) {
 			b.hosts[host] = append(b.hosts[host], a.addr)
@@ -665,16 +682,10 @@ func (b *addrBook) hostsOf(nodes []nodeID) map[string]bool {
 // nodeAt returns the node at an address, or 0 where it is not known to be just one: one that another address answers for
 // too, or the only address there is, may be a load balancer's.
 func (b *addrBook) nodeAt(addr string) nodeID {
-	id := b.nodes[addr]
-	if id == 0 || len(b.nodes) < 2 {
-		return 0
+	if id := b.nodes[addr]; len(b.nodes) > 1 && b.addrs[id] == 1 {
+		return id
 	}
-	for other, node := range b.nodes {
-		if node == id && other != addr {
-			return 0
-		}
-	}
-	return id
+	return 0
 }
 
 // markedHosts returns the hosts of the DSN all of whose known addresses are marked nodes.

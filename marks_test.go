@@ -64,9 +64,12 @@ func TestAMarkHoldsWhileItsSourceRepeatsIt(t *testing.T) {
 	}
 }
 
-// Several sources make one mark: the earliest, for the connections before the latest, draining if any says so.
+// Several sources make one mark: the earliest, for the connections before the latest, draining if any says so. A drain has
+// its own beginning, however long the node has been decommissioning.
 func TestSourcesMakeOneMark(t *testing.T) {
-	_, w := trusted(t, "")
+	logs := new(logTrap)
+	c, w := trusted(t, "", WithLogger(logs.logger()))
+	w.hold(c, 2, time.Now().Add(-time.Second))
 	w.answer(sourceGossip, map[nodeID]nodeState{1: {live: true}, 2: {live: true, decommissioning: true, epoch: 1}}, nil)
 	early := w.markOf(2)
 	if early == nil || !early.decommissioning || early.reason() != reasonDecommissioning {
@@ -75,13 +78,22 @@ func TestSourcesMakeOneMark(t *testing.T) {
 	time.Sleep(time.Millisecond)
 	w.answer(sourceReadiness, map[nodeID]nodeState{1: {live: true}, 2: {draining: true}}, nil)
 	both := w.markOf(2)
-	if both.source != sourceGossip || !both.since.Equal(early.since) || !both.before.After(early.before) || both.decommissioning || both.over {
-		t.Errorf("%+v\nwant gossip's source and time, readiness's before, draining; first %+v", both, early)
+	if both.source != sourceReadiness || !both.since.After(early.since) || !both.before.After(early.before) || both.decommissioning || both.over {
+		t.Errorf("%+v\nwant readiness's source, time and before, draining; first %+v", both, early)
+	}
+	if n := logs.count("a node is leaving"); n != 2 {
+		t.Errorf("%d lines say that the node is leaving, want one for each reason:\n%s", n, logs)
+	}
+	time.Sleep(time.Millisecond)
+	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {draining: true}}, nil)
+	third := w.markOf(2)
+	if third.source != sourceReadiness || !third.since.Equal(both.since) || !third.before.After(both.before) {
+		t.Errorf("%+v\nwant readiness's source and time, instances's before; before it %+v", third, both)
 	}
 	time.Sleep(time.Millisecond)
 	now := time.Now()
 	w.note(2, sourceErrors, notice{since: now, heard: now, before: now, over: true})
-	if mk := w.markOf(2); !mk.over || !mk.before.Equal(now) || !mk.since.Equal(early.since) {
+	if mk := w.markOf(2); !mk.over || !mk.before.Equal(now) || !mk.since.Equal(both.since) {
 		t.Errorf("%+v: want over, before %v", mk, now)
 	}
 	// A second, older word of the same source takes nothing back.
@@ -92,6 +104,63 @@ func TestSourcesMakeOneMark(t *testing.T) {
 	w.note(0, sourceErrors, notice{since: now, heard: now, before: now})
 	if n := len(w.marks.Load().of); n != 1 {
 		t.Errorf("%d marks, want 1: an unknown node cannot be marked", n)
+	}
+}
+
+// A node that is decommissioned first keeps being dialled; its drain is for the connections of that time too.
+func TestADrainAfterADecommissionIsANewOne(t *testing.T) {
+	c, w := trusted(t, "")
+	w.hold(c, 1, time.Now())
+	gossip := func(draining bool) map[nodeID]nodeState {
+		return map[nodeID]nodeState{1: {live: true}, 2: {live: true, decommissioning: true, draining: draining}}
+	}
+	w.answer(sourceGossip, gossip(false), nil)
+	time.Sleep(time.Millisecond)
+	young := w.hold(c, 2, time.Now())
+	if mk := w.markOf(2); !mk.decommissioning || young.opened.Before(mk.before) {
+		t.Fatalf("%+v: want a decommissioning, for connections from before it", mk)
+	}
+	time.Sleep(time.Millisecond)
+	w.answer(sourceGossip, gossip(true), nil)
+	mk := w.markOf(2)
+	if mk.decommissioning || !young.opened.Before(mk.before) || mk.held != 1 || !mk.since.After(young.opened) {
+		t.Errorf("%+v: want a drain, for the one connection there is", mk)
+	}
+	// The drain is withdrawn: who had to leave has to.
+	w.answer(sourceGossip, gossip(false), nil)
+	if back := w.markOf(2); !back.decommissioning || !back.before.Equal(mk.before) {
+		t.Errorf("%+v: want a decommissioning again, as of the drain: %+v", back, mk)
+	}
+}
+
+// The pace looks at when a node was last known not to drain.
+func TestAMarkKnowsTheCalmBeforeIt(t *testing.T) {
+	well, leaves := map[nodeID]nodeState{1: {live: true}, 2: {live: true}}, map[nodeID]nodeState{1: {live: true}, 2: {live: true, draining: true}}
+	for _, tt := range []struct {
+		name   string
+		source sourceID
+		before map[nodeID]nodeState
+		known  bool
+	}{
+		{"instances", sourceInstances, well, true},
+		{"readiness", sourceReadiness, well, true},
+		{"a feed, which is not asked now and then", sourceFeed, well, false},
+		{"the first answer", sourceInstances, nil, false},
+		{"a node that was not listed", sourceInstances, map[nodeID]nodeState{1: {live: true}}, false},
+	} {
+		_, w := trusted(t, "")
+		asked := time.Now()
+		if tt.before != nil {
+			w.answer(tt.source, tt.before, nil)
+			w.mu.Lock()
+			asked = w.sources[tt.source].asked
+			w.mu.Unlock()
+		}
+		time.Sleep(time.Millisecond)
+		w.answer(tt.source, leaves, nil)
+		if mk := w.markOf(2); tt.known && !mk.calm.Equal(asked) || !tt.known && !mk.calm.IsZero() {
+			t.Errorf("%s: %+v, asked at %v before", tt.name, mk, asked)
+		}
 	}
 }
 

@@ -96,13 +96,49 @@ func TestASweepWithTheLastSpareInHandDoesNotWait(t *testing.T) {
 	w.hold(c, 1, time.Now())
 	time.Sleep(time.Millisecond)
 	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {live: true, draining: true}}, nil)
-	if v := w.cull(s, w.marks.Load(), time.Now(), pointSweep); v != wait {
+	if v := w.cull(s, w.marks.Load(), time.Now(), pointSweep); v != unready {
 		t.Fatalf("without a spare: %d, want to wait for one", v)
 	}
 	s.replacement.Store(&session{})
 	if v := w.cull(s, w.marks.Load(), time.Now(), pointSweep); v != gone {
 		t.Errorf("with a spare in hand: %d, want gone", v)
 	}
+}
+
+// A pool whose spare is still being dialled does not hold up the others.
+func TestASweepGoesOnWithAnotherPool(t *testing.T) {
+	c, w := trusted(t, "")
+	cfg, err := parseConfig("host=h user=u sslmode=disable crdbdrain_spares=0 crdbdrain_cluster=" + c.cfg.cluster)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := newConnector(cfg)
+	if registry.join(other) != w {
+		t.Fatal("not one watchdog")
+	}
+	t.Cleanup(func() { registry.leave(other, w) })
+	c.spares.dialing = c.cfg.spares // and they take long
+	idle := func(c *Connector, since time.Duration) *session {
+		s := w.hold(c, 2, time.Now())
+		client, server := net.Pipe()
+		_ = server.Close()
+		s.link.conn = client
+		s.idled.Store(now() - int64(since))
+		s.state.Store(sessionIdle)
+		return s
+	}
+	waits, goes := idle(c, 2*time.Second), idle(other, time.Second)
+	w.hold(c, 1, time.Now())
+	time.Sleep(time.Millisecond)
+	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {live: true, draining: true}}, nil)
+	var sw sweeper
+	if next := sw.sweep(w); next <= 0 || next > listAgain {
+		t.Errorf("the next look is after %v", next)
+	}
+	if waits.state.Load() != sessionIdle || goes.state.Load() != sessionGone {
+		t.Errorf("the pool that waits for its spare: state %d, the other one: %d; want idle and gone", waits.state.Load(), goes.state.Load())
+	}
+	other.closing.Wait()
 }
 
 // A passing error of the first SHOW node_id does not lose what the PID tells, which would make the next answer look like a

@@ -89,6 +89,50 @@ func TestH07EveryPoolLeavesWithinTheWindow(t *testing.T) {
 	}
 }
 
+// A drain is noticed up to a poll interval late, and with the default one that is more than half of the window: the pool
+// then leaves the faster. Whatever the window, and whenever in the interval the drain begins.
+func TestTheDefaultPollFitsTheWindow(t *testing.T) {
+	for _, tt := range []struct {
+		initial, timeout time.Duration
+		params           string
+		nodes            int // that drain at once, of six
+	}{
+		{2 * time.Second, 8 * time.Second, "", 1},
+		{2 * time.Second, 8 * time.Second, "", 3},
+		{0, 5 * time.Second, "crdbdrain_window=5s", 1},
+		{0, 2 * time.Second, "crdbdrain_window=2s", 1},
+		{2 * time.Second, 8 * time.Second, "crdbdrain_poll_interval=3s", 3},
+	} {
+		t.Run(fmt.Sprintf("%v,%s,%d", tt.initial+tt.timeout, tt.params, tt.nodes), func(t *testing.T) {
+			for phase := 0; phase < 6; phase += 2 {
+				synctest.Test(t, func(t *testing.T) {
+					c, db := virtualPool(t, crdbdraintest.Config{Nodes: 6, Latency: time.Millisecond, Settings: crdbdraintest.Settings{
+						InitialWait: tt.initial, ConnectionsTimeout: tt.timeout, TransactionsTimeout: 10 * time.Second}}, 180, tt.params)
+					defer c.Close()
+					defer db.Close()
+					time.Sleep(20*time.Second + time.Duration(phase)*time.Second)
+					l := startLoad(t, db.DB, 4, 20*time.Millisecond)
+					start := time.Now()
+					results := make(chan crdbdraintest.DrainResult, tt.nodes)
+					for id := 1; id <= tt.nodes; id++ {
+						go func() { results <- c.Node(id).Drain(context.Background()) }()
+					}
+					for range tt.nodes {
+						if d := <-results; d.LostIdle+d.LostBusy > 0 {
+							t.Errorf("phase %d: %d idle and %d busy connections lost in %v", phase, d.LostIdle, d.LostBusy, d.Duration)
+						}
+					}
+					took := time.Since(start)
+					if l.stop(); len(l.errors) > 0 {
+						t.Errorf("errors: %v", l.errors)
+					}
+					t.Logf("phase %d: over after %v of %v, %+v", phase, took, tt.initial+tt.timeout, db.c.Stats())
+				})
+			}
+		})
+	}
+}
+
 // At rest nothing moves, for as long as nothing happens.
 func TestNothingMovesAtRest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -42,6 +42,7 @@ const (
 type sourceStatus struct {
 	state    sourceState
 	nodes    map[nodeID]nodeState // the last complete answer; nil once it is too old
+	asked    time.Time            // for it
 	answered time.Time
 	due      time.Time // not to be asked before
 	failures int       // in a row
@@ -254,7 +255,7 @@ func (w *watchdog) take(r pollResult) (again bool) {
 			another = true // that this role cannot connect is nobody's trouble
 		case a.err != nil:
 			s.failures++
-			interval := w.cfg.Load().pollInterval
+			interval := w.interval()
 			s.state, s.due = sourceFailing, t.Add(jitter(min(interval<<min(s.failures-1, 3), max(maxBackoff, interval))))
 			if w.marks.Load() != nil {
 				s.due = t // while a node drains, every poll asks

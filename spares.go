@@ -202,6 +202,9 @@ func (c *Connector) dialSpare() bool {
 		switch {
 		case ok:
 			c.putSpare(s)
+			if sp.waiting.Load() != 0 {
+				s.w.pokeSweep()
+			}
 		case err == nil:
 			s.discard()
 		}

@@ -135,6 +135,7 @@ func common(members []*Connector) *config {
 			cfg.feed, cfg.feedTokenFile, cfg.feedRoots = o.feed, o.feedTokenFile, o.feedRoots // its own certificates
 		}
 		cfg.pollInterval = min(cfg.pollInterval, o.pollInterval)
+		cfg.pollAuto = cfg.pollAuto || o.pollAuto
 		cfg.pollIntervalDraining = min(cfg.pollIntervalDraining, o.pollIntervalDraining)
 		cfg.pollTimeout = max(cfg.pollTimeout, o.pollTimeout)
 		cfg.cullStagger = max(cfg.cullStagger, o.cullStagger)
@@ -305,8 +306,25 @@ func (w *watchdog) window() time.Duration {
 	return cmp.Or(w.cfg.Load().window, time.Duration(w.learned.Load()), defaultWindow)
 }
 
+// defaultPollInterval is the poll interval where none is given and the window is not short. A drain has to be noticed while
+// it leaves time: the default is never more than half of the window, where the window is one that polls can be made for.
+const (
+	defaultPollInterval = 5 * time.Second
+	minAutoPollInterval = time.Second
+)
+
+// interval is the time between two polls while no node is marked, for a window.
+func (c *config) interval(window time.Duration) time.Duration {
+	if !c.pollAuto || window < minAutoPollInterval {
+		return c.pollInterval
+	}
+	return min(c.pollInterval, max(window/2, minAutoPollInterval))
+}
+
+func (w *watchdog) interval() time.Duration { return w.cfg.Load().interval(w.window()) }
+
 // keep is how long a source's last answer holds while it fails.
-func (w *watchdog) keep() time.Duration { return 3 * w.cfg.Load().pollInterval }
+func (w *watchdog) keep() time.Duration { return 3 * w.interval() }
 
 // keepOf is keep for a source. A feed is let wait for news.
 func (w *watchdog) keepOf(id sourceID) time.Duration {
@@ -329,7 +347,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 	results := make(chan pollResult, 1)
 	polling := false
 	// The first poll comes at a random time within an interval: a fleet that was deployed together does not poll together.
-	poll := time.NewTimer(rand.N(w.cfg.Load().pollInterval))
+	poll := time.NewTimer(rand.N(w.interval()))
 	sweep := time.NewTimer(time.Hour)
 	sweep.Stop()
 	feed := w.followFeed(ctx, nil)
@@ -376,7 +394,7 @@ func (w *watchdog) run(ctx context.Context, before <-chan struct{}, done chan<- 
 		case r := <-results:
 			polling = false
 			again := w.take(r)
-			interval := w.cfg.Load().pollInterval
+			interval := w.interval()
 			if w.marks.Load() != nil {
 				interval = w.cfg.Load().pollIntervalDraining
 			}
@@ -456,13 +474,16 @@ type sweeper struct {
 	idle    []*session
 	listed  time.Time
 	scratch []*session
-	need    map[*Connector]bool
+	need    map[*Connector]bool // these have some that have to leave
+	unready map[*Connector]bool // and these no spare in hand
 }
 
-// listAgain is how long a list of idle connections serves; slowSweep is the time between looks when there is none.
+// listAgain is how long a list of idle connections serves; slowSweep is the time between looks when there is none, and
+// minSweepGap when there are many.
 const (
-	listAgain = 50 * time.Millisecond
-	slowSweep = 250 * time.Millisecond
+	listAgain   = 50 * time.Millisecond
+	slowSweep   = 250 * time.Millisecond
+	minSweepGap = 100 * time.Microsecond
 )
 
 // sweep culls what the pace allows now, and returns when to look again; 0 when no node is marked.
@@ -488,8 +509,13 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	if len(s.idle) == 0 {
 		return w.turnWithin(slowSweep, m, t)
 	}
-	for len(s.idle) > 0 {
-		c := s.idle[0]
+	clear(s.unready)
+	left := s.idle[:0]
+	for i, c := range s.idle {
+		if s.unready[c.connector] {
+			left = append(left, c)
+			continue
+		}
 		var r *session
 		if w.spared(c, pointSweep) {
 			// The next burst will want it: a spare takes its place in the pool.
@@ -503,24 +529,37 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 				}
 			}
 		}
-		switch v := w.cull(c, m, t, pointSweep); v {
-		case gone:
+		v := w.cull(c, m, t, pointSweep)
+		if v == gone {
 			_ = c.bury()
 			if r != nil {
 				r.reserve.Store(false)
 				c.connector.refill(t)
 			}
-		default:
-			if r != nil && c.replacement.CompareAndSwap(r, nil) {
-				r.state.Store(sessionInUse)
-				c.connector.putSpare(r)
+			continue
+		}
+		if r != nil && c.replacement.CompareAndSwap(r, nil) {
+			r.state.Store(sessionInUse)
+			c.connector.putSpare(r)
+		}
+		if v == wait {
+			s.idle = append(left, s.idle[i:]...)
+			if t.Before(m.from) {
+				return w.turnWithin(slowSweep, m, t)
 			}
-			if v == keep {
+			return w.turnWithin(min(max(w.pace.until(t, w.gap(m, t)), minSweepGap), listAgain), m, t)
+		}
+		if v == unready {
+			left = append(left, c)
+			if s.unready[c.connector] = true; len(s.unready) >= len(s.need) {
+				left = append(left, s.idle[i+1:]...)
 				break
 			}
-			return w.turnWithin(min(max(w.gap(m, t)/4, time.Millisecond), 25*time.Millisecond), m, t)
 		}
-		s.idle = s.idle[1:]
+	}
+	s.idle = left
+	if len(left) > 0 { // a spare that arrives wakes the sweep, but the culls do not wait for it for long
+		return w.turnWithin(min(max(w.gap(m, t)/4, time.Millisecond), 25*time.Millisecond), m, t)
 	}
 	return w.turnWithin(listAgain, m, t)
 }
@@ -552,7 +591,7 @@ func (s *sweeper) list(w *watchdog, m *marks) {
 	old := now() - int64(sweepIdle)
 	s.scratch = s.scratch[:0]
 	if s.need == nil {
-		s.need = make(map[*Connector]bool)
+		s.need, s.unready = make(map[*Connector]bool), make(map[*Connector]bool)
 	}
 	clear(s.need)
 	w.mu.Lock()
