@@ -352,7 +352,7 @@ func (s *session) giveWay(reason cullReason) {
 func (w *watchdog) giveBack(c *Connector) {
 	w.mu.Lock()
 	var victim *session
-	if held := w.heldBy()[c]; held != nil {
+	if held := w.heldOf(c); held != nil {
 		counts, share := w.shares(held)
 		least := 0
 		for id, n := range counts {
@@ -383,7 +383,7 @@ func (w *watchdog) giveBack(c *Connector) {
 func (w *watchdog) lackingHosts(c *Connector) map[string]bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	held := w.heldBy()[c]
+	held := w.heldOf(c)
 	if !w.balance.active || held == nil {
 		return nil
 	}

@@ -233,10 +233,10 @@ type plan struct {
 	atOnce int32 // dials
 }
 
-// heldBy counts each connector's sessions by node. w.mu is held.
-func (w *watchdog) heldBy() map[*Connector]map[nodeID]int {
-	held := make(map[*Connector]map[nodeID]int, len(w.members))
-	for _, c := range w.members {
+// heldBy counts the sessions of some of the members by node. w.mu is held.
+func (w *watchdog) heldBy(members ...*Connector) map[*Connector]map[nodeID]int {
+	held := make(map[*Connector]map[nodeID]int, len(members))
+	for _, c := range members {
 		held[c] = make(map[nodeID]int)
 	}
 	alone := len(w.members) == 1 // the usual: there is nothing to tell apart, but for the few in reserve
@@ -244,7 +244,7 @@ func (w *watchdog) heldBy() map[*Connector]map[nodeID]int {
 		switch {
 		case id == 0:
 		case alone && len(n.held) > 0:
-			held[w.members[0]][id] = len(n.held)
+			held[members[0]][id] = len(n.held)
 		case !alone:
 			for s := range n.held {
 				if counts := held[s.connector]; counts != nil && s.stamp() == id && s.state.Load() != sessionGone && !s.reserve.Load() {
@@ -254,6 +254,14 @@ func (w *watchdog) heldBy() map[*Connector]map[nodeID]int {
 		}
 	}
 	return held
+}
+
+// heldOf is heldBy for one connector, and nil where it is no member any more. w.mu is held.
+func (w *watchdog) heldOf(c *Connector) map[nodeID]int {
+	if !slices.Contains(w.members, c) {
+		return nil
+	}
+	return w.heldBy(c)[c]
 }
 
 // shares adds to a connector's sessions by node the nodes that can have some and have none. w.mu is held.
@@ -306,7 +314,7 @@ func (w *watchdog) plan() (p plan, ok bool) {
 	if early := time.Until(w.balance.from); early > 0 {
 		return plan{gap: early}, true // the turn of others
 	}
-	held := w.heldBy()
+	held := w.heldBy(w.members...)
 	type lack struct {
 		c   *Connector
 		aim []nodeID
@@ -363,7 +371,7 @@ func (w *watchdog) surplus(c *Connector, r *session) (victim *session) {
 			w.balance.misses = 0
 		}
 	}()
-	held := w.heldBy()[c]
+	held := w.heldOf(c)
 	if held == nil {
 		return nil // closed
 	}

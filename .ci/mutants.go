@@ -1,6 +1,6 @@
 //go:build ignore
 
-// Mutants breaks twenty conditions that the promises rest on, one at a time, in a copy of the tree, and runs the tests that
+// Mutants breaks conditions that the promises rest on, one at a time, in a copy of the tree, and runs the tests that
 // have to notice: go run .ci/mutants.go [-run NAME]. It exits with 1 if a mutant survives.
 package main
 
@@ -30,10 +30,13 @@ var mutants = []mutant{
 	{"a replacement is made for any request", "validator.go", "	if r.first && c.mend(ctx) {", "	if c.mend(ctx) {", "TestExactlyOnce|TestE06|TestPinned|TestRerun|TestA03"},
 	{"any 57P01 is a drain's", "sqlstate.go", "return code == stateAdminShutdown && (message == noticeShuttingDown || message == noticeNotAcceptingClients)", "return code == stateAdminShutdown", "TestE07|TestB09|TestIsGoodbye|TestSQLState|TestOther57P01|TestFaultMatrix"},
 	{"0A000 is always permanent", "sqlstate.go", `if strings.Contains(pgErr.Message, "virtual cluster") || strings.Contains(pgErr.Message, "multi-tenancy") {`, `if true {`, "TestD0|TestDenial|TestD07"},
-	{"nothing is checked before a cull: no node to go to", "marks.go", "	if !m.somewhereToGo(t, w.cfg.Load().pollInterval) {\n		w.nowhereToGo()\n		return keep\n	}\n", "", "TestA15|TestI05|TestLyingFeed|TestFuzzedSchedules"},
+	{"nothing is checked before a cull: no node to go to", "marks.go", "	if !m.somewhereToGo(t, w.interval()) {\n		w.nowhereToGo()\n		return keep\n	}\n", "", "TestA15|TestI05|TestLyingFeed|TestFuzzedSchedules"},
 	{"a fresh connection on a marked node is culled", "marks.go", "	if younger && (mk.decommissioning", "	if false && (mk.decommissioning", "TestA12|TestB01|TestARestarted|TestDecommission|TestFuzzedSchedules"},
 	{"the pace is not kept", "limiter.go", "	if p.limiter.TokensAt(now) < 1-1e-9 {\n		return token{}, false\n	}\n", "", "TestB15|TestB10|FuzzCulls|TestLimiter|TestH07|TestPace"},
 	{"the pace is not fitted to the window", "limiter.go", "return min(stagger, time.Duration(float64(time.Second)/perSecond))", "return stagger", "TestH07|TestGap"},
+	{"a late notice does not hurry the pool", "limiter.go", "!calm.IsZero() && hurry.Before(target)", "false", "TestNeed|TestTheDefaultPoll"},
+	{"the pool does not hurry for a node that is decommissioned", "marks.go", "graver := mk.since.IsZero() || mk.decommissioning && !n.decommissioning", "graver := mk.since.IsZero()", "TestSourcesMakeOneMark|TestADrainAfter"},
+	{"a pool without a spare holds up the others", "watchdog.go", "		if v == unready {\n", "		if v == unready {\n			left = append(left, s.idle[i:]...)\n			break\n		}\n		if v == unready {\n", "TestASweepGoesOn"},
 	{"a refused dial is not tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "false", "TestA07"},
 	{"every failed dial is tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "try < maxRefused", "TestB09|TestH09"},
 	{"a connection on a marked node is kept at once", "connector.go", "	for range maxSteer {\n		if s.w == nil", "	for range 0 {\n		if s.w == nil", "TestDialsAreSteered"},
