@@ -94,6 +94,17 @@ type pollResult struct {
 	onNode  nodeID         // the node that the watchdog's own connection is on, unless it has just tried in vain to leave it
 	window  time.Duration  // what the server's settings leave; 0 if they were not asked for or not told
 	errs    map[role]error // why the watchdog has no connection of its own
+
+	overslept bool // the process stood still meanwhile
+}
+
+// standstill is how much later than its time is over a poll ends only where the process has stood still (SIGSTOP, a frozen
+// container): answers that came in time may not have been read, and those that were read are of another time.
+const standstill = 250 * time.Millisecond
+
+func overslept(ctx context.Context) bool {
+	deadline, ok := ctx.Deadline()
+	return ok && time.Since(deadline) > standstill
 }
 
 // The statements of the watchdog. They are constants, select only what is used, and are sent with the simple protocol.
@@ -209,6 +220,9 @@ func (w *watchdog) take(r pollResult) (again bool) {
 	var events []event
 	another := false
 	w.mu.Lock()
+	if w.overslept = r.overslept && !w.overslept; w.overslept { // twice in a row is no standstill
+		r.answers, r.errs, another = nil, nil, true
+	}
 	if r.rule != ruleUnknown && w.rule.CompareAndSwap(ruleUnknown, r.rule) {
 		rule := r.rule
 		events = append(events, func() { w.logRule(rule) })
@@ -410,6 +424,7 @@ func (p *poller) hangUp(r role) {
 func (p *poller) poll(ctx context.Context, q question) (r pollResult) {
 	ctx, cancel := context.WithTimeout(ctx, q.cfg.pollTimeout)
 	defer cancel()
+	defer func() { r.overslept = overslept(ctx) }()
 	p.configure(q.cfg)
 	var ready sync.WaitGroup
 	if q.readiness {

@@ -86,6 +86,9 @@ func (r *readiness) poll(ctx context.Context) (map[nodeID]nodeState, error) {
 		})
 	}
 	_ = group.Wait()
+	if overslept(ctx) {
+		return nil, context.DeadlineExceeded // which nobody hears of
+	}
 	nodes := make(map[nodeID]nodeState, len(targets))
 	answered := false
 	now := time.Now()
@@ -93,7 +96,8 @@ func (r *readiness) poll(ctx context.Context) (map[nodeID]nodeState, error) {
 		if errs[i] == nil {
 			answered = true
 		}
-		if t.node != 0 && now.Sub(t.asked) <= r.keep {
+		// What this poll was told is not old, however long it waited for the other nodes.
+		if t.node != 0 && (errs[i] == nil || now.Sub(t.asked) <= r.keep) {
 			state, other := t.state, nodes[t.node]    // two URLs may lead to one node
 			state.live = state.live && errs[i] == nil // an old answer holds a mark; it is no proof of life
 			state.draining, state.live = state.draining || other.draining, state.live || other.live

@@ -226,6 +226,32 @@ func TestI08ReadinessURLs(t *testing.T) {
 	}
 }
 
+// A node that hangs holds up a poll; what the other nodes said in it is not old because of that.
+func TestAHangingNodeDoesNotHideTheOthersReadiness(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{})
+	p := open(t, c.DSN(), "crdbdrain_sources=readiness&crdbdrain_poll_interval=200ms&crdbdrain_poll_interval_draining=100ms&crdbdrain_poll_timeout=1s&crdbdrain_readiness="+c.ReadinessURLs())
+	fill(t, p.DB, 6)
+	drainFor(t, c, c.Node(1))
+	w := p.dog(t)
+	within(t, 10*time.Second, "node 1 is marked", func() bool { return w.markOf(1) != nil })
+	c.Node(3).Hang(true)
+	defer c.Node(3).Hang(false)
+	for range 3 {
+		polled := w.answered(sourceReadiness)
+		within(t, 10*time.Second, "another poll", func() bool { return w.answered(sourceReadiness) != polled })
+		if w.markOf(1) == nil {
+			t.Fatal("node 1 has lost its mark, and still drains")
+		}
+	}
+}
+
+// answered is when the source's last complete answer came.
+func (w *watchdog) answered(id sourceID) time.Time {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.sources[id].answered
+}
+
 // An endpoint's node is learned once, and again when the endpoint has been away: another may have its address then.
 func TestReadinessLearnsTheNode(t *testing.T) {
 	t.Parallel()

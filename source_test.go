@@ -280,6 +280,35 @@ func (q question) sources() (s sourceSet) {
 	return s
 }
 
+// F08: a poll that ends long after its time is over met a process that stood still: it says nothing, and is made again. Where
+// that goes on it is the server that does not answer.
+func TestF08APollThroughAStandstill(t *testing.T) {
+	logs := new(logTrap)
+	_, w := bare(t, "", WithLogger(logs.logger()))
+	late := func(err error) bool {
+		return w.take(pollResult{overslept: true, answers: []answer{{source: sourceInstances, role: w.connectors()[0].role(), err: err, asked: time.Now()}}})
+	}
+	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {live: true, draining: true}}, nil)
+	if !late(context.DeadlineExceeded) || logs.count("source fails") != 0 || w.markOf(2) == nil {
+		t.Errorf("the standstill is taken for a failure:\n%s", logs)
+	}
+	if late(context.DeadlineExceeded); logs.count("source fails") != 1 {
+		t.Errorf("the second one in a row is no standstill:\n%s", logs)
+	}
+	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {live: true}}, nil)
+	if !late(context.DeadlineExceeded) || logs.count("source fails") != 1 {
+		t.Errorf("the next standstill is taken for a failure:\n%s", logs)
+	}
+
+	ctx, cancel := context.WithDeadline(t.Context(), time.Now().Add(-2*standstill))
+	defer cancel()
+	early, cancelEarly := context.WithDeadline(t.Context(), time.Now().Add(-time.Millisecond))
+	defer cancelEarly()
+	if !overslept(ctx) || overslept(early) || overslept(t.Context()) {
+		t.Error("which poll has overslept?")
+	}
+}
+
 // D07: a passing error keeps what is known, backs off, and is forgotten with the next answer.
 func TestD07TransientErrorsKeepTheLastAnswer(t *testing.T) {
 	for name, err := range transient {

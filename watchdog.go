@@ -42,24 +42,25 @@ type watchdog struct {
 
 	moving atomic.Int32 // replacements being dialled for moves
 
-	mu      sync.Mutex
-	members []*Connector                    // guarded by mu
-	pinned  int                             // feeds, for whom the worker runs without connections; guarded by mu
-	changed map[chan struct{}]struct{}      // told when the marks or a source's answer change; guarded by mu
-	conns   int                             // guarded by mu
-	nodes   map[nodeID]*nodeInfo            // guarded by mu; 0 has the connections without a stamp
-	notices map[nodeID]*[numSources]*notice // guarded by mu
-	drains  map[nodeID]*drain               // guarded by mu
-	cleared map[nodeID]int64                // gossip's epoch at which the node came back; guarded by mu
-	addrs   addrBook                        // guarded by mu
-	balance balance                         // guarded by mu
-	pending []pending                       // guarded by mu
-	untold  []event                         // guarded by mu; for the worker to tell
-	sources [numSources]sourceStatus        // guarded by mu
-	barred  map[role]time.Time              // roles that could not connect, and until when to prefer others; guarded by mu
-	mute    bool                            // the worker has no connection of its own; guarded by mu
-	stop    context.CancelFunc              // nil while no worker runs; guarded by mu
-	done    chan struct{}                   // closed when the worker has ended; guarded by mu
+	mu        sync.Mutex
+	members   []*Connector                    // guarded by mu
+	pinned    int                             // feeds, for whom the worker runs without connections; guarded by mu
+	changed   map[chan struct{}]struct{}      // told when the marks or a source's answer change; guarded by mu
+	conns     int                             // guarded by mu
+	nodes     map[nodeID]*nodeInfo            // guarded by mu; 0 has the connections without a stamp
+	notices   map[nodeID]*[numSources]*notice // guarded by mu
+	drains    map[nodeID]*drain               // guarded by mu
+	cleared   map[nodeID]int64                // gossip's epoch at which the node came back; guarded by mu
+	addrs     addrBook                        // guarded by mu
+	balance   balance                         // guarded by mu
+	pending   []pending                       // guarded by mu
+	untold    []event                         // guarded by mu; for the worker to tell
+	sources   [numSources]sourceStatus        // guarded by mu
+	barred    map[role]time.Time              // roles that could not connect, and until when to prefer others; guarded by mu
+	mute      bool                            // the worker has no connection of its own; guarded by mu
+	overslept bool                            // the last poll was; guarded by mu
+	stop      context.CancelFunc              // nil while no worker runs; guarded by mu
+	done      chan struct{}                   // closed when the worker has ended; guarded by mu
 }
 
 const (

@@ -37,6 +37,8 @@ var mutants = []mutant{
 	{"a late notice does not hurry the pool", "limiter.go", "!calm.IsZero() && hurry.Before(target)", "false", "TestNeed|TestTheDefaultPoll"},
 	{"the pool does not hurry for a node that is decommissioned", "marks.go", "graver := mk.since.IsZero() || mk.decommissioning && !n.decommissioning", "graver := mk.since.IsZero()", "TestSourcesMakeOneMark|TestADrainAfter"},
 	{"a pool without a spare holds up the others", "watchdog.go", "		if v == unready {\n", "		if v == unready {\n			left = append(left, s.idle[i:]...)\n			break\n		}\n		if v == unready {\n", "TestASweepGoesOn"},
+	{"what a hanging node has held up is old", "source_readiness.go", "(errs[i] == nil || now.Sub(t.asked) <= r.keep)", "now.Sub(t.asked) <= r.keep", "TestAHangingNode"},
+	{"a poll through a standstill is taken for a failure", "source.go", "w.overslept = r.overslept && !w.overslept; w.overslept", "w.overslept = r.overslept && !w.overslept; false", "TestF08APoll"},
 	{"a refused dial is not tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "false", "TestA07"},
 	{"every failed dial is tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "try < maxRefused", "TestB09|TestH09"},
 	{"a connection on a marked node is kept at once", "connector.go", "	for range maxSteer {\n		if s.w == nil", "	for range 0 {\n		if s.w == nil", "TestDialsAreSteered"},
