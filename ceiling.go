@@ -25,6 +25,7 @@ type ceiling struct {
 	reported atomic.Int64 // of rejected, when the limited state was entered
 	limited  atomic.Bool  // the log has said that connections are being refused
 	refusal  atomic.Int64 // now(), of the latest
+	looked   atomic.Int64 // now(), when the idle connections were last looked at
 
 	mu      sync.Mutex
 	members []*Connector // guarded by mu
@@ -33,6 +34,9 @@ type ceiling struct {
 
 // calm is how long nothing has to have been refused for the limited state to be over.
 const calm = 10 * time.Second
+
+// deadLook is the shortest time between two looks at the idle connections for the sake of a place.
+const deadLook = 250 * time.Millisecond
 
 // ceilingSet is the ceilings of the process, by cluster. Its lock is taken at a connector's first dial, when its limit is
 // changed, and when it is closed.
@@ -164,7 +168,7 @@ func (c *Connector) enter(ahead bool) error {
 			return errNoRoom
 		}
 		// A spare that a pool has in reserve is worth less than a connection that a caller waits for.
-		if !l.dropSpare() {
+		if !l.dropSpare() && !l.dropDead() {
 			c.instruments().rejected.Add(context.Background(), 1, metric.WithAttributeSet(l.attributes))
 			return l.refuse()
 		}
@@ -208,6 +212,49 @@ func (l *ceiling) dropSpare() bool {
 		}
 	}
 	return false
+}
+
+// dropDead gives up the idle sessions that the server has ended, or has said something on that nobody has heard, and reports
+// whether there was one. Their pools look at them when they hand them out the next time, which can be long after: until then
+// they would have their places. It looks once in a while, since each refusal asks.
+func (l *ceiling) dropDead() (dropped bool) {
+	t, last := now(), l.looked.Load()
+	if t-last < int64(deadLook) || !l.looked.CompareAndSwap(last, t) {
+		return false
+	}
+	for _, c := range l.connectors() {
+		w := c.watchdog.Load()
+		if w == nil {
+			continue
+		}
+		for _, s := range w.idle(c) {
+			if look := s.link.peeker.apart(); look != peekClosed && look != peekPending || !s.state.CompareAndSwap(sessionIdle, sessionGone) {
+				continue
+			}
+			s.link.hearOut()
+			if s.link.words.Load() != goodbyeNone || w.isMarked(s) {
+				s.lost(lostIdle)
+			}
+			_ = s.bury()
+			s.dropReplacement()
+			dropped = true
+		}
+	}
+	return dropped
+}
+
+// idle returns a connector's idle sessions that the pool holds.
+func (w *watchdog) idle(c *Connector) (idle []*session) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, n := range w.nodes {
+		for s := range n.held {
+			if s.connector == c && s.state.Load() == sessionIdle && !s.reserve.Load() {
+				idle = append(idle, s)
+			}
+		}
+	}
+	return idle
 }
 
 func (l *ceiling) connectors() []*Connector {

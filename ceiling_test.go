@@ -417,3 +417,22 @@ func (p *pool) busyOn(id nodeID) bool {
 	}
 	return false
 }
+
+// Connections that the server has ended, of a pool that has no load, do not keep the ceiling from another pool's callers.
+func TestDeadConnectionsFillTheCeiling(t *testing.T) {
+	c := startCluster(t, crdbdraintest.Config{Nodes: 2})
+	const params = "crdbdrain_sources=errors&crdbdrain_max_connections=8&crdbdrain_cluster=dead"
+	quiet, busy := open(t, c.DSN(), params), open(t, c.DSN(), params)
+	fill(t, quiet.DB, 8)
+	for _, n := range c.Nodes() { // without a window
+		n.Drain(t.Context())
+		n.Stop()
+		n.Start()
+		eventually(t, "the load balancer sees the node", func() bool { return c.LoadBalancer().Up(n.ID()) })
+	}
+	var one int
+	eventually(t, "a caller gets a place", func() bool { return busy.QueryRow("SELECT 1").Scan(&one) == nil })
+	if s := quiet.c.Stats(); s.Lost == 0 {
+		t.Errorf("%+v", s)
+	}
+}

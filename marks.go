@@ -106,7 +106,7 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 	id := s.stamp()
 	mk := m.of[id]
 	if mk == nil {
-		if id != 0 {
+		if id != 0 && point != pointSweep { // a sweep whose list is older than the marks is no use
 			s.node.seen.Store(now())
 		}
 		return keep
@@ -146,15 +146,18 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 		}
 		sp.waiting.Store(0)
 	}
-	if s.connector.cfg.mode == modeObserve {
-		if s.wouldBe.CompareAndSwap(false, true) {
-			w.countCulled(s, mk, point, true)
-		}
-		return keep
-	}
 	from := uint32(sessionInUse)
 	if point == pointSweep {
 		from = sessionIdle
+	}
+	if s.connector.cfg.mode == modeObserve {
+		// The sweep's list may be older than the session's end, or its use.
+		if s.state.Load() == from && s.wouldBe.CompareAndSwap(false, true) {
+			w.countCulled(s, mk, point, true)
+		} else {
+			token.giveBack(t)
+		}
+		return keep
 	}
 	if !s.state.CompareAndSwap(from, sessionGone) {
 		token.giveBack(t) // in use again
@@ -607,14 +610,13 @@ const errorsKeep = 20 * time.Second
 // cameBack takes note that a node has accepted a connection whose dial began after its notices: it has restarted. That
 // refutes the server's goodbye and gossip's "draining", after which a server accepts nothing; not the earlier signals,
 // during which it still accepts (cockroachdb pkg/server/drain.go). w.mu is held.
-func (w *watchdog) cameBack(s *session) (events []event) {
-	id := s.stamp()
+func (w *watchdog) cameBack(id nodeID, opened time.Time) (events []event) {
 	said := w.notices[id]
 	if said == nil {
 		return nil
 	}
 	changed := false
-	if n := said[sourceErrors]; n != nil && s.opened.After(n.heard) {
+	if n := said[sourceErrors]; n != nil && opened.After(n.heard) {
 		if known, listed := w.sources[sourceGossip].nodes[id]; listed && n.over {
 			w.cleared[id] = known.epoch // gossip has yet to hear of that drain
 		}
@@ -624,7 +626,7 @@ func (w *watchdog) cameBack(s *session) (events []event) {
 		said[sourceErrors] = nil
 		changed = true
 	}
-	if n := said[sourceGossip]; n != nil && !n.decommissioning && s.opened.After(n.heard) {
+	if n := said[sourceGossip]; n != nil && !n.decommissioning && opened.After(n.heard) {
 		w.cleared[id] = n.epoch
 		said[sourceGossip] = nil
 		changed = true

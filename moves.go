@@ -215,7 +215,7 @@ func (w *watchdog) oldest(t time.Time) (victim *session) {
 	for _, n := range w.nodes {
 		for s := range n.held {
 			if ttl := s.connector.ttl(); ttl > 0 && s.movable() && t.Sub(s.opened) > ttl+s.jitter &&
-				(victim == nil || s.opened.Before(victim.opened)) {
+				(victim == nil || s.opened.Before(victim.opened)) && slices.Contains(w.members, s.connector) { // not a closed pool's
 				victim = s
 			}
 		}

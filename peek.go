@@ -18,7 +18,7 @@ const (
 // peeker looks at a socket's receive queue without taking from it. The descriptor's bytes are looked at, under TLS too.
 // The RawConn and the closure are kept: asking for them at each look would allocate. RawConn.Control is used, not Read:
 // Read waits for the descriptor's read lock, which pgx's background reader can hold on an idle connection for good.
-// Only the connection's owner may call it.
+// Only the connection's owner may call peek.
 type peeker struct {
 	raw    syscall.RawConn
 	look   func(fd uintptr)
@@ -56,4 +56,16 @@ func (p *peeker) peek() peeked {
 		return peekClosed // the descriptor is closed on our side
 	}
 	return p.result
+}
+
+// apart is peek for those who do not own the connection. It allocates.
+func (p *peeker) apart() (result peeked) {
+	if p == nil {
+		return peekUnknown
+	}
+	var buf [1]byte
+	if err := p.raw.Control(func(fd uintptr) { result = peekFD(fd, &buf) }); err != nil {
+		return peekClosed
+	}
+	return result
 }

@@ -6,6 +6,7 @@ import (
 	"net"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -283,4 +284,31 @@ func TestHooksReplacedBeforeConnect(t *testing.T) {
 			t.Errorf("%s: the driver takes it for a connection that it hears", name)
 		}
 	}
+}
+
+// What waits to take the place of a session that is discarded goes with it: a spare whose dial took longer than the TTL can
+// be chosen to give way before it is one.
+func TestDiscardDropsTheReplacement(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true})
+		defer c.Close()
+		p := memPool(t, c, "crdbdrain_cluster=discard", nil)
+		var s [2]*session
+		for i := range s {
+			var err error
+			if s[i], err = p.c.connect(t.Context(), nil, true); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if !s[0].replaceWith(s[1], reasonTTL) {
+			t.Fatal("not replaced")
+		}
+		s[0].discard()
+		p.Close()
+		time.Sleep(6 * time.Second)
+		if n := c.Stats().Open; n != 0 {
+			t.Errorf("%d connections are open", n)
+		}
+		_ = s[1].bury()
+	})
 }

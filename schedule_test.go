@@ -3,7 +3,11 @@ package crdbdrain
 import (
 	"context"
 	"database/sql"
+	"database/sql/driver"
+	"errors"
 	"fmt"
+	"maps"
+	"math"
 	"math/rand/v2"
 	"os"
 	"runtime"
@@ -17,15 +21,13 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"go.opentelemetry.io/otel/attribute"
-	"go.opentelemetry.io/otel/metric"
-	"go.opentelemetry.io/otel/metric/noop"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/crdbdrain/crdbdrain/crdbdraintest"
 )
 
-// TestFuzzedSchedules runs random schedules of drains, faults and lies against a pool under load, each in a bubble of
-// virtual time, and checks what must hold in every one of them. By default it runs for about three seconds;
+// TestFuzzedSchedules runs random schedules of drains, faults and lies against one pool or two under load, each in a bubble
+// of virtual time, and checks what must hold in every one of them. By default it runs for about three seconds;
 // CRDBDRAIN_ROLLS=n runs n schedules, CRDBDRAIN_SCHEDULE_SEED=seed the one of a failure.
 func TestFuzzedSchedules(t *testing.T) {
 	var sum scheduleCounts
@@ -66,23 +68,44 @@ func TestFuzzedSchedules(t *testing.T) {
 	if sum.schedules.Load() < 20 {
 		return // too few to say anything of them all
 	}
-	for what, n := range map[string]int64{"statements": sum.executed.Load(), "drains": sum.drains.Load(), "culls": sum.culled.Load(),
-		"errors": sum.excused.Load(), "times at rest": sum.rests.Load()} {
+	seen := map[string]int64{"statements": sum.executed.Load(), "drains": sum.drains.Load(), "culls": sum.culled.Load(),
+		"errors": sum.excused.Load(), "times at rest": sum.rests.Load()}
+	if sum.schedules.Load() > 150 { // enough for what only some schedules have
+		sum.mu.Lock()
+		defer sum.mu.Unlock()
+		for _, what := range scheduleFeatures {
+			seen[what] = sum.seen[what]
+		}
+	}
+	for what, n := range seen {
 		if n == 0 {
 			t.Errorf("no %s: the test tests nothing", what)
 		}
 	}
 }
 
+// scheduleFeatures are what some schedules have, and what they come to.
+var scheduleFeatures = []string{"ceilings changed", "callers refused by the ceiling", "marks by hand", "waits for a node", "shutdowns",
+	"bursts", "lulls", "partitions of the watchdog", "second pools", "feeds", "lies of a feed", "suspensions", "clock jumps", "marks seen to end"}
+
 // scheduleCounts are what the schedules came to.
 type scheduleCounts struct {
 	schedules, executed, drains, culled, paced, lost, moved, rerun, excused, rests atomic.Int64
+
+	mu   sync.Mutex
+	seen map[string]int64 // guarded by mu
 }
 
 func (c *scheduleCounts) String() string {
-	return fmt.Sprintf("%d schedules: %d statements executed, %d drains, %d culls (%d paced), %d lost, %d moved, %d run again, %d errors that had to be, %d times at rest",
+	text := fmt.Sprintf("%d schedules: %d statements executed, %d drains, %d culls (%d paced), %d lost, %d moved, %d run again, %d errors that had to be, %d times at rest",
 		c.schedules.Load(), c.executed.Load(), c.drains.Load(), c.culled.Load(), c.paced.Load(), c.lost.Load(), c.moved.Load(),
 		c.rerun.Load(), c.excused.Load(), c.rests.Load())
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, what := range slices.Sorted(maps.Keys(c.seen)) {
+		text += fmt.Sprintf(", %d %s", c.seen[what], what)
+	}
+	return text
 }
 
 func runSchedule(t *testing.T, seed uint64, sum *scheduleCounts) {
@@ -105,58 +128,112 @@ func runSchedule(t *testing.T, seed uint64, sum *scheduleCounts) {
 		sum.drains.Add(s.drains)
 		sum.excused.Add(s.excused)
 		sum.paced.Add(s.pacedCulls)
-		stats := s.con.Stats()
-		sum.culled.Add(stats.Culled)
-		sum.lost.Add(stats.Lost)
-		sum.moved.Add(stats.Moved)
-		sum.rerun.Add(stats.Rerun)
+		for _, p := range s.pools {
+			if p.con == nil {
+				continue
+			}
+			stats := p.con.Stats()
+			sum.culled.Add(stats.Culled)
+			sum.lost.Add(stats.Lost)
+			sum.moved.Add(stats.Moved)
+			sum.rerun.Add(stats.Rerun)
+		}
 		if s.rest {
 			sum.rests.Add(1)
+		}
+		sum.mu.Lock()
+		defer sum.mu.Unlock()
+		if sum.seen == nil {
+			sum.seen = make(map[string]int64)
+		}
+		for what, n := range s.seen {
+			sum.seen[what] += n
 		}
 	})
 }
 
-// schedule is one run: a cluster, a pool, workers, and what happens to them. All of it follows from the seed, but for
-// the order of what happens at one moment and the driver's own jitter.
+// schedule is one run: a cluster, one pool or two, workers, and what happens to them. All of it follows from the seed, but
+// for the order of what happens at one moment and the driver's own jitter.
 type schedule struct {
 	rng   *rand.Rand
 	start time.Time
 
 	settings  crdbdraintest.Settings
 	nodes     int
-	conns     int
-	workers   int
-	pause     time.Duration
 	latency   time.Duration // of a statement
-	params    string
-	observe   bool
-	ttl       bool
-	balanced  bool // through the load balancer, whose health checks take time
+	params    string        // of both pools
+	hand      bool          // crdbdrain_sources names manual
+	balanced  bool          // through the load balancer, whose health checks take time
 	length    time.Duration
-	closeAt   time.Duration // of db.Close; negative: after everything
-	rest      bool          // look at it at rest
+	tempo     time.Duration         // longest time between two events
+	extra     []func(time.Duration) // events that only some schedules have
+	rest      bool                  // look at it at rest
 	restLoad  bool
-	gossipLag atomic.Int64 // a duration: the longest so far
+	feed      *scheduleFeed
+	pools     []*schedulePool // the first is there from the start; it never changes
+	gossipLag atomic.Int64    // a duration: the longest so far
 
-	cluster *crdbdraintest.Cluster
-	con     *Connector
-	db      *sql.DB
-	running sync.WaitGroup // what events have begun
-	ids     atomic.Int64
+	cluster  *crdbdraintest.Cluster
+	registry *watchdogs
+	stopped  context.Context // when the workers have to stop
+	running  sync.WaitGroup  // what events have begun
+	workers  sync.WaitGroup
+	ids      atomic.Int64
+	lull     atomic.Int64                  // since start, until when there is no load
+	still    atomic.Pointer[chan struct{}] // nil, but while the process is suspended; closed when it goes on
+	cut      atomic.Pointer[cutting]       // nil, but while the watchdog is cut off
 
 	mu         sync.Mutex
 	log        []string               // guarded by mu, like all below
 	failures   []string               // what does not hold
+	seen       map[string]int64       // scheduleFeatures
 	executed   map[int64]int          // node by statement
 	of         map[int]*scheduledNode // by ID
 	lies       time.Time              // until when some node lied
+	feedLies   time.Time              // and the feed
 	phantoms   time.Time              // until when one listed a node that is not there
-	closed     time.Time              // when db.Close was called
+	stills     []fault                // when the process was suspended
+	troubled   time.Time              // when something last was the matter that makes closing a connection take time
+	alone      time.Time              // when there last was no connection
 	drains     int64
 	excused    int64
 	gaps       []gapAt // what the pace allowed
 	lastCull   time.Time
+	paced      *watchdog
 	pacedCulls int64
+	byHand     map[int]bool                // nodes that an event is marking by hand, or has and left so
+	settled    map[nodeID]time.Time        // when the last connection of before a goodbye was seen to have gone
+	marked     map[nodeID]bool             // at the last look
+	ceiling    struct{ limit, used int64 } // at the last look
+	suspicious int                         // refusals with room left a moment later
+}
+
+// schedulePool is one pool of a schedule.
+type schedulePool struct {
+	s *schedule
+
+	user     string
+	conns    int
+	load     int // workers
+	pause    time.Duration
+	params   string // its own
+	observe  bool
+	ttl      bool
+	shutdown time.Duration // how long Shutdown may take, before db.Close; 0: without
+	closeAt  time.Duration // of db.Close; negative: after everything
+
+	con *Connector
+	db  *sql.DB
+
+	open atomic.Int64 // the application's connections that neither end has begun to close
+
+	closed   time.Time        // when db.Close was called; guarded by s.mu, like all below
+	shut     time.Time        // when Shutdown was called
+	ended    int64            // connections that it closed while idle
+	wires    []*scheduleConn  // every connection that there was
+	counted  map[string]int64 // metrics
+	rejected time.Time        // when the ceiling last refused one
+	refused  int64            // callers that it refused
 }
 
 type gapAt struct {
@@ -170,10 +247,13 @@ type scheduledNode struct {
 	busy bool       // an event is under way
 	op   sync.Mutex // against an Undrain between the end of a drain and that of the process
 
-	good    time.Time // serving and answering since; zero if it is not
-	away    time.Time // since when it has answered nobody; zero if it does
-	faults  []fault   // kills and hangs
-	removed bool      // for good
+	good    time.Time   // serving and answering since; zero if it is not
+	away    time.Time   // since when it has answered nobody; zero if it does
+	faults  []fault     // kills and hangs
+	removed bool        // for good
+	stays   time.Time   // since when it has been leaving by no source's truth; zero while it is
+	leaves  bool        // decommissioning
+	cuts    []time.Time // when its drains ran out of time
 }
 
 type fault struct{ from, to time.Time } // to is zero while it lasts
@@ -188,16 +268,16 @@ const (
 func newSchedule(seed uint64) *schedule {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	ms := func(from, to int) time.Duration { return time.Duration(from+rng.IntN(to-from+1)) * time.Millisecond }
+	few := rng.Float64() // most schedules are short: many short ones find more than a few long ones
 	s := &schedule{
-		rng: rng, executed: make(map[int64]int), of: make(map[int]*scheduledNode),
+		rng: rng, registry: &watchdogs{},
+		executed: make(map[int64]int), of: make(map[int]*scheduledNode), seen: make(map[string]int64),
+		byHand: make(map[int]bool), settled: make(map[nodeID]time.Time), marked: make(map[nodeID]bool),
 		settings: crdbdraintest.Settings{TransactionsTimeout: ms(1000, 3000)},
 		nodes:    2 + rng.IntN(2),
-		conns:    1 + rng.IntN(24),
-		workers:  rng.IntN(13),
-		pause:    ms(10, 150),
 		latency:  ms(0, 40),
-		length:   ms(5000, 25_000),
-		closeAt:  -1,
+		length:   1500*time.Millisecond + time.Duration(few*few*few*float64(23*time.Second)),
+		tempo:    ms(500, 4000),
 	}
 	if rng.IntN(3) > 0 {
 		s.settings.InitialWait, s.settings.ConnectionsTimeout = ms(0, 2000), ms(0, 5000)
@@ -205,7 +285,7 @@ func newSchedule(seed uint64) *schedule {
 	var p []string
 	set := func(key, value string) { p = append(p, "crdbdrain_"+key+"="+value) }
 	set("cluster", "schedule-"+strconv.FormatUint(seed, 10))
-	set("sources", []string{"instances", "instances", "gossip", "instances,gossip", "errors"}[rng.IntN(5)])
+	sources := []string{"instances", "instances", "gossip", "instances,gossip", "errors"}[rng.IntN(5)]
 	switch rng.IntN(4) {
 	case 0: // auto
 	case 1:
@@ -213,28 +293,71 @@ func newSchedule(seed uint64) *schedule {
 	default:
 		set("window", max(s.settings.InitialWait+s.settings.ConnectionsTimeout, 100*time.Millisecond).String())
 	}
-	set("spares", strconv.Itoa(rng.IntN(3)))
 	set("poll_interval", ms(200, 2000).String())
 	set("poll_interval_draining", ms(100, 1000).String())
 	if rng.IntN(3) == 0 {
 		set("cull_stagger", []string{"0", "50ms", "2s"}[rng.IntN(3)])
 	}
-	if rng.IntN(3) == 0 {
-		set("rebalance", "off")
-	}
-	if s.ttl = rng.IntN(5) == 0; s.ttl {
-		set("ttl", ms(1000, 10_000).String())
-		set("ttl_stagger", ms(100, 1000).String())
-	}
-	if s.observe = rng.IntN(10) == 0; s.observe {
-		set("mode", "observe")
-	}
-	s.params = strings.Join(p, "&")
 	s.balanced = rng.IntN(2) == 0
-	if rng.IntN(3) == 0 {
-		s.closeAt = time.Duration(rng.Int64N(int64(s.length)))
+
+	// Each of these only in some schedules.
+	some := func(events ...func(time.Duration)) bool {
+		if rng.IntN(4) > 0 {
+			return false
+		}
+		s.extra = append(s.extra, events...)
+		return true
 	}
-	s.rest = s.closeAt < 0 && !s.ttl && rng.IntN(4) == 0
+	limited := some(s.setCeiling, s.setCeiling)
+	if s.hand = some(s.markByHand, s.markByHand, s.waitDrained); s.hand {
+		sources += ",manual"
+	}
+	some(s.burst, s.pauseLoad)
+	some(s.cutOff)
+	some(s.suspend, s.suspend, s.jump)
+	if some(s.misfeed, s.misfeed) {
+		s.feed = newScheduleFeed(s, []float64{0, 0, 5, 50}[rng.IntN(4)])
+		sources += ",feed"
+		set("feed", "http://127.0.0.1:1")
+	}
+	set("sources", sources)
+	s.params = strings.Join(p, "&")
+	second := some()
+
+	for i, user := range []string{"app", "other"} {
+		if i > 0 && !second {
+			break
+		}
+		p = p[:0]
+		pool := &schedulePool{
+			s: s, user: user, counted: make(map[string]int64),
+			conns: 1 + rng.IntN(1+rng.IntN(24)), load: rng.IntN(1 + rng.IntN(13)), pause: ms(10, 150), closeAt: -1,
+		}
+		set("spares", strconv.Itoa(rng.IntN(3)))
+		if rng.IntN(3) == 0 {
+			set("rebalance", "off")
+		}
+		if pool.ttl = rng.IntN(5) == 0; pool.ttl {
+			set("ttl", ms(1000, 10_000).String())
+			set("ttl_stagger", ms(100, 1000).String())
+		}
+		if pool.observe = rng.IntN(10) == 0; pool.observe {
+			set("mode", "observe")
+		}
+		if limited && rng.IntN(3) > 0 {
+			set("max_connections", strconv.Itoa(1+rng.IntN(2*pool.conns)))
+		}
+		if rng.IntN(3) == 0 {
+			pool.closeAt = time.Duration(rng.Int64N(int64(s.length)))
+		}
+		if rng.IntN(4) == 0 {
+			pool.shutdown = ms(200, 15_000)
+		}
+		pool.params = strings.Join(p, "&")
+		s.pools = append(s.pools, pool)
+	}
+	first := s.pools[0]
+	s.rest = first.closeAt < 0 && !slices.ContainsFunc(s.pools, func(p *schedulePool) bool { return p.ttl }) && rng.IntN(8) == 0
 	s.restLoad = rng.IntN(2) == 0
 	return s
 }
@@ -259,10 +382,19 @@ func (s *schedule) failLocked(format string, args ...any) {
 	}
 }
 
+// sawLocked takes note of one of scheduleFeatures.
+func (s *schedule) sawLocked(what string) { s.seen[what]++ }
+
+func (s *schedule) saw(what string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.sawLocked(what)
+}
+
 func (s *schedule) run() {
-	rng := s.rng
+	rng, first := s.rng, s.pools[0]
 	s.start = time.Now()
-	lb := crdbdraintest.LoadBalancerConfig{Interval: 150 * time.Millisecond}
+	lb := crdbdraintest.LoadBalancerConfig{Interval: 250 * time.Millisecond}
 	if !s.balanced {
 		lb.Interval = 24 * time.Hour // nobody uses it
 	}
@@ -272,94 +404,143 @@ func (s *schedule) run() {
 	})
 	defer s.cluster.Close()
 	for _, n := range s.cluster.Nodes() {
-		s.of[n.ID()] = &scheduledNode{n: n, good: s.start.Add(-time.Hour)}
+		s.of[n.ID()] = &scheduledNode{n: n, good: s.start.Add(-time.Hour), stays: s.start}
 	}
-	for _, privilege := range []string{"VIEWSYSTEMTABLE", "VIEWCLUSTERMETADATA", "VIEWCLUSTERSETTING"} {
-		if rng.IntN(3) > 0 {
-			s.note("grant %s", privilege)
-			s.cluster.Grant("app", privilege)
+	for _, user := range []string{"app", "other"} {
+		for _, privilege := range schedulePrivileges {
+			if rng.IntN(3) > 0 {
+				s.note("grant %s to %s", privilege, user)
+				s.cluster.Grant(user, privilege)
+			}
 		}
 	}
-	dsn := s.cluster.DSNAll()
-	if s.balanced {
-		dsn = s.cluster.DSN()
+	if s.feed != nil {
+		s.saw("feeds")
+		s.registry.dialFeed = s.feed.dial
+		defer s.feed.serve()()
 	}
-	s.note("%d nodes, %d connections, %d workers that pause %v, %+v, %s&%s, close at %v, rest %v",
-		s.nodes, s.conns, s.workers, s.pause, s.settings, dsn, s.params, s.closeAt, s.rest)
-	cc, err := pgx.ParseConfig(dsn + "&" + s.params)
-	if err != nil {
-		s.fail("%v", err)
-		return
-	}
-	cc.DialFunc = s.cluster.Dial
-	cc.LookupFunc = func(_ context.Context, host string) ([]string, error) { return []string{host}, nil }
-	con, err := NewConnector(cc, WithMeterProvider(scheduleMeters{s: s}))
-	if err != nil {
-		s.fail("%v", err)
-		return
-	}
-	s.con, s.db = con, sql.OpenDB(con)
-	s.db.SetMaxOpenConns(s.conns)
-	s.db.SetMaxIdleConns(s.conns)
-	s.fill()
-
-	stopped, stop := context.WithCancel(context.Background())
+	var stop context.CancelFunc
+	s.stopped, stop = context.WithCancel(context.Background())
 	defer stop()
-	var workers sync.WaitGroup
-	work := func(until context.Context, n int, pause time.Duration) {
-		for i := range n {
-			r := rand.New(rand.NewPCG(rng.Uint64(), uint64(i)))
-			workers.Go(func() { s.work(until, r, pause) })
-		}
+	s.note("%d nodes, %+v, %s", s.nodes, s.settings, s.params)
+	if !first.begin() {
+		return
 	}
-	work(stopped, s.workers, s.pause)
 	sampled := make(chan struct{})
 	go func() {
 		defer close(sampled)
-		for stopped.Err() == nil {
-			s.sample()
-			time.Sleep(20 * time.Millisecond)
-		}
+		s.watch(s.stopped)
 	}()
+	for _, p := range s.pools[1:] {
+		from := time.Duration(rng.Int64N(int64(s.length))) * time.Duration(rng.IntN(2))
+		s.running.Go(func() {
+			time.Sleep(from)
+			s.mu.Lock()
+			over := !first.closed.IsZero()
+			s.mu.Unlock()
+			if over || !p.begin() {
+				return
+			}
+			s.saw("second pools")
+			if p.closeAt >= 0 {
+				time.Sleep(p.closeAt - time.Since(s.start))
+				p.close()
+			}
+		})
+	}
 
 	s.events()
-	if s.closeAt >= 0 {
-		if d := s.closeAt - time.Since(s.start); d > 0 {
-			time.Sleep(d)
-		}
-		s.close()
-	} else if d := s.length - time.Since(s.start); d > 0 {
-		time.Sleep(d)
+	if first.closeAt >= 0 {
+		time.Sleep(first.closeAt - time.Since(s.start))
+		first.close()
+	} else {
+		time.Sleep(s.length - time.Since(s.start))
 	}
 	s.running.Wait()
-	if s.closeAt < 0 && rng.IntN(2) == 0 { // else it is closed under load
+	if first.closeAt < 0 && rng.IntN(2) == 0 || s.rest { // else it is closed under load
 		stop()
-		workers.Wait()
+		s.workers.Wait()
 	}
 	if s.rest {
-		stop()
-		workers.Wait()
-		s.atRest(work, &workers)
+		s.atRest()
 	}
-	if s.closeAt < 0 {
-		s.close()
+	for _, p := range s.pools {
+		if p.db != nil && p.closeAt < 0 {
+			p.close()
+		}
 	}
 	stop()
-	workers.Wait()
+	s.workers.Wait()
 	<-sampled
 	time.Sleep(6 * time.Second) // closing a connection in the background is bounded by five
 	s.atTheEnd()
 }
 
+var schedulePrivileges = []string{"VIEWSYSTEMTABLE", "VIEWCLUSTERMETADATA", "VIEWCLUSTERSETTING"}
+
+// begin opens the pool and puts it under load.
+func (p *schedulePool) begin() bool {
+	s := p.s
+	dsn := s.cluster.DSNAll()
+	if s.balanced {
+		dsn = s.cluster.DSN()
+	}
+	s.note("pool of %s: %d connections, %d workers that pause %v, %s&%s, Shutdown in %v, close at %v, rest %v",
+		p.user, p.conns, p.load, p.pause, dsn, p.params, p.shutdown, p.closeAt, s.rest)
+	cc, err := pgx.ParseConfig(dsn + "&" + s.params + "&" + p.params)
+	if err != nil {
+		s.fail("%v", err)
+		return false
+	}
+	cc.User, cc.DialFunc = p.user, p.dial
+	cc.LookupFunc = func(_ context.Context, host string) ([]string, error) { return []string{host}, nil }
+	con, err := NewConnector(cc, WithMeterProvider(scheduleMeters{p: p}))
+	if err != nil {
+		s.fail("%v", err)
+		return false
+	}
+	con.registry = s.registry
+	hear(con)
+	db := sql.OpenDB(con)
+	db.SetMaxOpenConns(p.conns)
+	db.SetMaxIdleConns(p.conns)
+	s.mu.Lock()
+	p.con, p.db = con, db
+	s.mu.Unlock()
+	p.fill()
+	p.work(s.stopped, p.load, p.pause)
+	return true
+}
+
+// work starts workers.
+func (p *schedulePool) work(until context.Context, n int, pause time.Duration) {
+	s := p.s
+	for i := range n {
+		r := rand.New(rand.NewPCG(uint64(s.ids.Add(1)), uint64(i)))
+		s.workers.Go(func() {
+			for until.Err() == nil {
+				if lull := time.Duration(s.lull.Load()) - time.Since(s.start); lull > 0 {
+					time.Sleep(lull)
+				} else if !p.op(r) {
+					return
+				}
+				time.Sleep(pause/2 + rand.N(pause+1))
+			}
+		})
+	}
+}
+
 // fill makes the pool hold all its connections.
-func (s *schedule) fill() {
-	held := make([]*sql.Conn, s.conns)
+func (p *schedulePool) fill() {
+	held := make([]*sql.Conn, p.conns)
 	for i := range held {
-		c, err := s.db.Conn(context.Background())
+		start := time.Now()
+		ctx, cancel := context.WithTimeout(context.Background(), opLimit)
+		c, err := p.db.Conn(ctx)
 		if err != nil {
-			s.fail("a dial before anything happened: %v", err)
-			continue
+			p.judge(ctx, "a first connection", start, 0, 0, err)
 		}
+		cancel()
 		held[i] = c
 	}
 	for _, c := range held {
@@ -371,17 +552,21 @@ func (s *schedule) fill() {
 
 // close closes the pool, and looks at how long that takes: a node that hangs may hold it up for the five seconds that
 // closing connections may take, and a poll.
-func (s *schedule) close() {
+func (p *schedulePool) close() {
+	s := p.s
+	if p.shutdown > 0 {
+		p.shutDown()
+	}
 	s.mu.Lock()
-	s.closed = time.Now()
+	p.closed = time.Now()
 	s.mu.Unlock()
-	s.note("db.Close")
+	s.note("db.Close of %s", p.user)
 	start := time.Now()
-	_ = s.db.Close()
+	_ = p.db.Close()
 	if took := time.Since(start); took > 20*time.Second {
 		s.fail("db.Close took %v", took)
 	}
-	if n := s.con.spares.count.Load(); n != 0 {
+	if n := p.con.spares.count.Load(); n != 0 {
 		s.fail("%d spares after db.Close", n)
 	}
 }
@@ -425,65 +610,77 @@ func (s *schedule) step(n *crdbdraintest.Node, step crdbdraintest.Step) {
 	switch step {
 	case crdbdraintest.Serving:
 		node.good, node.away = time.Now(), time.Time{}
+		if !node.leaves {
+			node.stays = time.Now()
+		}
 	case crdbdraintest.Announced:
-		node.good = time.Time{}
+		node.good, node.stays = time.Time{}, time.Time{}
 		s.drains++
+	case crdbdraintest.Cancelling:
+		node.cuts = append(node.cuts, time.Now())
 	case crdbdraintest.Closing:
 		node.away = time.Now()
 	}
 }
 
-// work is one worker: statements, prepared statements and short transactions.
-func (s *schedule) work(until context.Context, r *rand.Rand, pause time.Duration) {
-	for until.Err() == nil {
-		if !s.op(r) {
-			return
-		}
-		time.Sleep(pause/2 + rand.N(pause+1))
-	}
-}
-
-// op does one thing, and reports false once the pool is closed.
-func (s *schedule) op(r *rand.Rand) bool {
-	ctx, cancel := context.WithTimeout(context.Background(), opLimit)
-	defer cancel()
-	start := time.Now()
-	done := func(what string, node int, id int64, err error) bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		executed := id != 0 && s.executed[id] != 0
-		if err == nil {
-			if id != 0 && !executed {
-				s.failLocked("%s: statement %d succeeded and was not executed", what, id)
-			}
-			return true
-		}
-		if !s.closed.IsZero() && strings.Contains(err.Error(), "database is closed") {
-			return false
-		}
-		if why := s.excuse(start, node); why == "" {
-			s.failLocked("%s, begun %v ago, on node %d (0: outside a transaction), executed %v: %v", what, time.Since(start), node, executed, err)
-		} else {
-			s.excused++
+// judge takes note of how something ended that a caller did, and reports false once the pool is closed.
+func (p *schedulePool) judge(ctx context.Context, what string, start time.Time, node int, id int64, err error) bool {
+	s := p.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	executed := id != 0 && s.executed[id] != 0
+	if err == nil {
+		if id != 0 && !executed {
+			s.failLocked("%s: statement %d succeeded and was not executed", what, id)
 		}
 		return true
 	}
+	if !p.closed.IsZero() && strings.Contains(err.Error(), "database is closed") {
+		return false
+	}
+	why := s.excuse(ctx, start, node)
+	var pg *pgconn.PgError
+	switch {
+	case errors.As(err, &pg) && pg.Code == stateTooManyConnections && strings.HasPrefix(pg.Message, "crdbdrain: this process has"):
+		// It is refused at once, and was counted.
+		if p.refused++; p.refused <= p.counted["crdbdrain.connection.rejected"] && !p.rejected.Before(start) && node == 0 {
+			why = "the ceiling"
+			s.sawLocked("callers refused by the ceiling")
+		}
+	case !p.shut.IsZero() && (errors.Is(err, errShutdown) || errors.Is(err, driver.ErrBadConn) && node == 0):
+		why = "Shutdown"
+	}
+	if why == "" {
+		s.failLocked("%s of %s, begun %v ago, on node %d (0: outside a transaction), executed %v: %v", what, p.user, time.Since(start), node, executed, err)
+	} else {
+		s.excused++
+	}
+	return true
+}
+
+// op does one thing, and reports false once the pool is closed.
+func (p *schedulePool) op(r *rand.Rand) bool {
+	s := p.s
+	ctx, cancel := context.WithTimeout(context.Background(), opLimit)
+	defer cancel()
+	start := time.Now()
+	done := func(what string, node int, id int64, err error) bool { return p.judge(ctx, what, start, node, id, err) }
 	switch kind := r.IntN(6); kind {
 	case 0, 1:
 		id, got := s.ids.Add(1), int64(0)
-		err := s.db.QueryRowContext(ctx, "SELECT $1::INT8", id).Scan(&got)
+		err := p.db.QueryRowContext(ctx, "SELECT $1::INT8", id).Scan(&got)
 		if err == nil && got != id {
 			s.fail("statement %d got %d", id, got)
 		}
 		return done("query", 0, id, err)
 	case 2:
 		id := s.ids.Add(1)
-		_, err := s.db.ExecContext(ctx, "UPDATE accounts SET balance = 1 WHERE id = $1", id)
+		_, err := p.db.ExecContext(ctx, "UPDATE accounts SET balance = 1 WHERE id = $1", id)
 		return done("update", 0, id, err)
 	case 3:
 		// On a connection of its own: database/sql closes a statement of several connections under the locks of those that
 		// are in use, and who waits for a lock keeps virtual time from going on.
-		c, err := s.db.Conn(ctx)
+		c, err := p.db.Conn(ctx)
 		if err != nil {
 			return done("connection", 0, 0, err)
 		}
@@ -497,7 +694,7 @@ func (s *schedule) op(r *rand.Rand) bool {
 		_, err = st.ExecContext(ctx, id)
 		return done("prepared update", 0, id, err)
 	default:
-		tx, err := s.db.BeginTx(ctx, nil)
+		tx, err := p.db.BeginTx(ctx, nil)
 		if err != nil {
 			return done("begin", 0, 0, err)
 		}
@@ -529,7 +726,7 @@ func (s *schedule) op(r *rand.Rand) bool {
 
 // excuse returns why a failure of something begun at start had to be, or "". A transaction's node is positive, or
 // negative where it is not known; a statement outside a transaction has none. s.mu is held.
-func (s *schedule) excuse(start time.Time, node int) string {
+func (s *schedule) excuse(ctx context.Context, start time.Time, node int) string {
 	now := time.Now()
 	for id, n := range s.of {
 		if node > 0 && id != node {
@@ -538,6 +735,24 @@ func (s *schedule) excuse(start time.Time, node int) string {
 		for _, f := range n.faults {
 			if f.from.Before(now) && (f.to.IsZero() || f.to.Add(settling).After(start)) {
 				return fmt.Sprintf("node %d", id)
+			}
+		}
+	}
+	for _, f := range s.stills {
+		if !f.to.IsZero() && f.to.Before(start) {
+			continue
+		}
+		if ctx.Err() != nil {
+			return "the process was suspended for a part of its time"
+		}
+		for id, n := range s.of {
+			if node == 0 || node > 0 && id != node {
+				continue
+			}
+			if slices.ContainsFunc(n.cuts, func(cut time.Time) bool {
+				return cut.After(f.from) && (f.to.IsZero() || cut.Before(f.to.Add(settling)))
+			}) {
+				return fmt.Sprintf("node %d's drain ended while the process was suspended", id)
 			}
 		}
 	}
@@ -552,261 +767,32 @@ func (s *schedule) excuse(start time.Time, node int) string {
 	return "there was no node to go to"
 }
 
-// events makes things happen until the schedule's end.
-func (s *schedule) events() {
-	rng := s.rng
-	end := s.length
-	if s.closeAt >= 0 {
-		end = s.closeAt
-	}
-	for {
-		time.Sleep(time.Duration(rng.Int64N(int64(4 * time.Second))))
-		if time.Since(s.start) >= end {
-			return
+// watch looks at the schedule again and again, whenever nothing moves.
+func (s *schedule) watch(until context.Context) {
+	for i := 0; until.Err() == nil; i++ {
+		s.sample()
+		synctest.Wait()
+		s.checkCeiling(true)
+		if i%5 == 0 {
+			s.checkMarks()
 		}
-		id := 1 + rng.IntN(len(s.cluster.Nodes()))
-		span := time.Duration(300+rng.IntN(4000)) * time.Millisecond
-		switch rng.IntN(16) {
-		default:
-			s.drain(id, span, rng.IntN(2) == 0)
-		case 0:
-			s.drain(id, span, true)
-			s.drain(1+id%len(s.cluster.Nodes()), span, true)
-		case 1:
-			s.disturb(id, "kill", span, func(n *crdbdraintest.Node) { n.Kill() }, (*crdbdraintest.Node).Start)
-		case 2:
-			s.disturb(id, "hang", span, func(n *crdbdraintest.Node) { n.Hang(true) }, func(n *crdbdraintest.Node) { n.Hang(false) })
-		case 3, 4:
-			s.undrain(id)
-		case 5:
-			s.decommission(id, span, rng.IntN(2) == 0)
-		case 6:
-			if len(s.cluster.Nodes()) < 4 {
-				s.note("a node joins")
-				n := s.cluster.AddNode()
-				s.mu.Lock()
-				s.of[n.ID()] = &scheduledNode{n: n, good: time.Now()}
-				s.mu.Unlock()
-			}
-		case 7, 8:
-			s.lie(span, rng.IntN(4))
-		case 9:
-			lag := time.Duration(rng.IntN(5000)) * time.Millisecond
-			s.note("gossip lags by %v", lag)
-			s.gossipLag.Store(max(s.gossipLag.Load(), int64(lag)))
-			for _, n := range s.cluster.Nodes() {
-				n.SetFaults(crdbdraintest.Faults{GossipLag: lag})
-			}
-		case 10:
-			p := []string{"VIEWSYSTEMTABLE", "VIEWCLUSTERMETADATA", "VIEWCLUSTERSETTING"}[rng.IntN(3)]
-			if rng.IntN(2) == 0 {
-				s.note("grant %s", p)
-				s.cluster.Grant("app", p)
-			} else {
-				s.note("revoke %s", p)
-				s.cluster.Revoke("app", p)
-			}
-		}
+		time.Sleep(20 * time.Millisecond)
 	}
 }
 
-// take reserves a node for an event.
-func (s *schedule) take(id int) *scheduledNode {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	n := s.of[id]
-	if n == nil || n.busy || n.removed {
-		return nil
-	}
-	n.busy = true
-	return n
-}
-
-func (s *schedule) release(n *scheduledNode) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	n.busy = false
-}
-
-// drain drains a node, and restarts it.
-func (s *schedule) drain(id int, down time.Duration, soon bool) {
-	n := s.take(id)
-	if n == nil {
-		return
-	}
-	s.note("drain node %d, down for %v", id, down)
-	s.running.Go(func() {
-		defer s.release(n)
-		r := n.n.Drain(context.Background())
-		s.note("node %d has drained: %+v", id, r)
-		if !soon {
-			time.Sleep(down)
-		}
-		time.Sleep(600 * time.Millisecond) // the load balancer has to have noticed
-		n.op.Lock()
-		defer n.op.Unlock()
-		if n.n.Step() != crdbdraintest.Flagged {
-			return // undrained
-		}
-		n.n.Stop()
-		time.Sleep(down)
-		n.n.Start()
-		s.note("node %d is back", id)
-	})
-}
-
-func (s *schedule) undrain(id int) {
-	n := s.of[id]
-	if n.op.TryLock() {
-		defer n.op.Unlock()
-		if n.n.Step() != crdbdraintest.Serving {
-			s.note("undrain node %d", id)
-			n.n.Undrain()
+// dog returns the watchdog, or nil where there is none any more.
+func (s *schedule) dog() *watchdog {
+	for _, p := range s.opened() {
+		if w := p.con.watchdog.Load(); w != nil {
+			return w
 		}
 	}
-}
-
-// disturb does something bad to a node for a while.
-func (s *schedule) disturb(id int, what string, d time.Duration, begin, end func(*crdbdraintest.Node)) {
-	n := s.take(id)
-	if n == nil {
-		return
-	}
-	s.note("%s node %d for %v", what, id, d)
-	s.mu.Lock()
-	n.good, n.away = time.Time{}, time.Now()
-	n.faults = append(n.faults, fault{from: time.Now().Add(-time.Nanosecond)})
-	f := &n.faults[len(n.faults)-1]
-	s.mu.Unlock()
-	begin(n.n)
-	s.running.Go(func() {
-		defer s.release(n)
-		time.Sleep(d)
-		end(n.n)
-		s.mu.Lock()
-		n.good, n.away = time.Now(), time.Time{}
-		f.to = time.Now()
-		s.mu.Unlock()
-		s.note("node %d is back", id)
-	})
-}
-
-// decommission takes a node out for good, where two are left, or changes its mind.
-func (s *schedule) decommission(id int, d time.Duration, forGood bool) {
-	n := s.take(id)
-	if n == nil {
-		return
-	}
-	s.mu.Lock()
-	left := 0
-	for _, other := range s.of {
-		if !other.removed {
-			left++
-		}
-	}
-	forGood = forGood && left > 2
-	n.removed = forGood
-	s.mu.Unlock()
-	s.note("decommission node %d, for good: %v", id, forGood)
-	n.n.Decommission()
-	s.running.Go(func() {
-		defer s.release(n)
-		time.Sleep(d)
-		if !forGood {
-			n.n.Recommission()
-			s.note("node %d is recommissioned", id)
-			return
-		}
-		r := n.n.Drain(context.Background())
-		s.note("node %d has drained: %+v", id, r)
-		time.Sleep(600 * time.Millisecond)
-		n.op.Lock()
-		defer n.op.Unlock()
-		for n.n.Step() != crdbdraintest.Flagged { // undrained
-			n.n.Drain(context.Background())
-			time.Sleep(600 * time.Millisecond)
-		}
-		n.n.Stop()
-		s.note("node %d is gone", id)
-	})
-}
-
-// lie makes the source tables of every node say something else for a while.
-func (s *schedule) lie(d time.Duration, kind int) {
-	name := [...]string{"everything drains", "nothing", "garbage", "a node that is not there is the only one live"}[kind]
-	s.note("the sources say for %v: %s", d, name)
-	s.mu.Lock()
-	if until := time.Now().Add(d); until.After(s.lies) {
-		s.lies = until
-	}
-	if until := time.Now().Add(d); kind == 3 && until.After(s.phantoms) {
-		s.phantoms = until
-	}
-	s.mu.Unlock()
-	r := rand.New(rand.NewPCG(s.rng.Uint64(), 1))
-	garbage := r.IntN(4)
-	source := func(table string) *crdbdraintest.Result {
-		instances := table == "system.sql_instances"
-		res := &crdbdraintest.Result{Columns: []string{"node_id", "epoch", "draining", "membership", "is_live"}}
-		if instances {
-			res.Columns = []string{"id", "is_draining"}
-		}
-		row := func(id any, draining, live bool) {
-			if instances {
-				res.Rows = append(res.Rows, []any{id, draining})
-			} else {
-				res.Rows = append(res.Rows, []any{id, int64(1), draining, "active", live})
-			}
-		}
-		switch kind {
-		case 0:
-			for id := range 4 {
-				row(int64(id+1), true, true)
-			}
-		case 1:
-		case 2:
-			switch garbage {
-			case 0:
-				for _, id := range []int64{-1, 0, 1 << 40, 2, 2} {
-					row(id, true, false)
-				}
-			case 1:
-				row("x'; DROP TABLE accounts; --", true, true)
-			case 2:
-				res.Columns = res.Columns[:1]
-				res.Rows = [][]any{{int64(1)}, {nil}}
-			default:
-				rows := maxRows + 1
-				if table != "system.sql_instances" {
-					rows = 100 // the simulated join is a nested loop
-				}
-				for id := range rows {
-					row(int64(id+1), true, true)
-				}
-			}
-		default:
-			for id := range 4 {
-				row(int64(id+1), true, true)
-			}
-			row(int64(77), false, true)
-		}
-		return res
-	}
-	for _, n := range s.cluster.Nodes() {
-		n.SetFaults(crdbdraintest.Faults{Source: source})
-	}
-	s.running.Go(func() {
-		time.Sleep(d)
-		for _, n := range s.cluster.Nodes() {
-			n.SetFaults(crdbdraintest.Faults{})
-		}
-		s.note("the sources tell the truth")
-	})
+	return nil
 }
 
 // sample takes note of what the pace allows now.
 func (s *schedule) sample() {
-	w := s.con.watchdog.Load()
+	w := s.dog()
 	if w == nil {
 		return
 	}
@@ -819,13 +805,130 @@ func (s *schedule) sample() {
 	}
 }
 
+// checkCeiling checks that there are not more places than the ceiling allows. Where there are more because it has been
+// lowered, there must not be more of them. Nothing moves in a quiet moment: then every connection has a place, too.
+func (s *schedule) checkCeiling(quiet bool) {
+	first := s.pools[0]
+	l := first.con.ceiling.Load()
+	if l == nil {
+		return
+	}
+	placed := int64(0)
+	if w := s.dog(); w != nil && quiet {
+		w.mu.Lock()
+		for _, n := range w.nodes {
+			for c := range n.held {
+				placed += int64(boolInt(c.placed.Load() && c.connector.ceiling.Load() == l))
+			}
+		}
+		w.mu.Unlock()
+	}
+	most := func(limit int64) int64 {
+		if limit == 0 {
+			return math.MaxInt64
+		}
+		return limit
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	limit, used := l.limit.Load(), l.used.Load()
+	bound := max(most(limit), s.ceiling.used)
+	if limit != s.ceiling.limit {
+		bound = max(bound, most(s.ceiling.limit)) // taken before it was lowered
+	}
+	if used > bound {
+		s.failLocked("%d places under a ceiling of %d, and there were %d", used, limit, s.ceiling.used)
+	}
+	s.ceiling.limit, s.ceiling.used = limit, used
+	if !quiet {
+		return
+	}
+	if used < placed {
+		s.failLocked("%d places, and %d connections have one", used, placed)
+	}
+	open, t := int64(0), time.Now()
+	for _, p := range s.pools {
+		open += p.open.Load()
+		if !p.closed.IsZero() || !p.shut.IsZero() {
+			return
+		}
+	}
+	if open > used && t.Sub(s.troubled) > 20*time.Second && s.still.Load() == nil {
+		s.failLocked("%d connections are open in %d places", open, used)
+	}
+}
+
+// checkMarks checks that no mark outlives its drain: what a source says by one poll after that drain is over, or, where the
+// source fails, by the time for which its last answer holds; what the server said in its last words by errorsKeep, once no
+// connection of that time is left. Marks made by hand are markByHand's.
+func (s *schedule) checkMarks() {
+	w := s.dog()
+	if w == nil {
+		return
+	}
+	t := time.Now()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if w.conns == 0 || s.still.Load() != nil {
+		s.alone = t // nobody polls
+		return
+	}
+	cfg, lag := w.cfg.Load(), time.Duration(s.gossipLag.Load())
+	tick := 2*max(cfg.pollInterval, cfg.pollIntervalDraining) + cfg.pollTimeout + 500*time.Millisecond // until the worker looks again
+	for id := range s.marked {
+		if w.notices[id] == nil {
+			delete(s.marked, id)
+			s.sawLocked("marks seen to end")
+		}
+	}
+	for id, said := range w.notices {
+		s.marked[id] = true
+		for source, n := range said {
+			if n == nil || sourceID(source) == sourceManual {
+				continue
+			}
+			var over time.Time
+			var bound time.Duration
+			if sourceID(source) == sourceErrors {
+				if left := w.older(id, &mark{before: n.before}); left > 0 {
+					delete(s.settled, id)
+					continue
+				}
+				if s.settled[id].IsZero() {
+					s.settled[id] = t
+				}
+				over, bound = maxTime(maxTime(n.heard.Add(errorsKeep), s.settled[id]), s.alone), tick
+			} else {
+				over = maxTime(s.lies, s.feedLies)
+				if node := s.of[int(id)]; node != nil {
+					if node.stays.IsZero() {
+						continue
+					}
+					over = maxTime(over, node.stays)
+				}
+				over = maxTime(over, s.alone).Add(lag)
+				bound = w.keepOf(sourceID(source)) + tick
+				if st := &w.sources[source]; st.state == sourceOK && st.answered.After(over.Add(cfg.pollTimeout)) {
+					bound = 0
+				}
+			}
+			if late := t.Sub(over); late > bound {
+				s.failLocked("%v's mark of node %d is there %v after its drain: %+v", sourceID(source), id, late, *n)
+			}
+		}
+	}
+}
+
 // onCull is called for every connection that is culled, lost or put off, at that moment and by the one who does it.
-func (s *schedule) onCull(name, reason string) {
+func (p *schedulePool) onCull(name, reason string) {
+	s := p.s
 	s.sample()
 	if name != "crdbdrain.connection.culled" || reason == "rebalance" || reason == "ttl" {
 		return
 	}
-	w := s.con.watchdog.Load()
+	w := p.con.watchdog.Load()
 	m := w.marks.Load()
 	t := time.Now()
 	s.mu.Lock()
@@ -835,6 +938,9 @@ func (s *schedule) onCull(name, reason string) {
 	}
 	over, unmarked, reachable := false, false, false
 	grace := w.keep() + w.cfg.Load().pollTimeout + time.Duration(s.gossipLag.Load()) + time.Second
+	if s.feed != nil {
+		grace += 2 * feedWait // for so long its word is good
+	}
 	for _, mk := range m.of {
 		over = over || mk.over
 	}
@@ -842,10 +948,10 @@ func (s *schedule) onCull(name, reason string) {
 		if m.of[nodeID(id)] != nil {
 			continue
 		}
-		unmarked = unmarked || n.away.IsZero() || !n.removed
+		unmarked = unmarked || n.away.IsZero() || !n.removed || t.Sub(n.away) < grace // gossip may not have heard
 		reachable = reachable || n.away.IsZero() || t.Sub(n.away) < grace
 	}
-	liars := t.Before(s.lies.Add(grace))
+	liars := t.Before(maxTime(s.lies, s.feedLies).Add(grace))
 	if !liars && !reachable || !unmarked && !t.Before(s.phantoms.Add(grace)) {
 		s.failLocked("a cull, and no unmarked node is reachable")
 	}
@@ -853,6 +959,9 @@ func (s *schedule) onCull(name, reason string) {
 		return // such a cull may not have been paced
 	}
 	s.pacedCulls++
+	if s.paced != w {
+		s.paced, s.lastCull = w, time.Time{} // the second pool's, if it has come after the first had gone
+	}
 	if least := s.leastGap(s.lastCull.Add(-50*time.Millisecond), t); !s.lastCull.IsZero() && t.Sub(s.lastCull) < least*9/10 {
 		s.failLocked("a cull %v after the one before, and the pace allows one in %v", t.Sub(s.lastCull), least)
 	}
@@ -871,99 +980,186 @@ func (s *schedule) leastGap(since, t time.Time) time.Duration {
 	return least
 }
 
-// atRest looks at the pool when nothing has happened for long.
-func (s *schedule) atRest(work func(context.Context, int, time.Duration), workers *sync.WaitGroup) {
+// atRest looks at the pools when nothing has happened for long.
+func (s *schedule) atRest() {
 	s.note("rest")
+	pools := s.opened()
 	stopped, stop := context.WithCancel(context.Background())
-	if s.restLoad {
-		work(stopped, s.workers, 3*time.Second)
+	loaded := false
+	for _, p := range pools {
+		if s.restLoad {
+			p.work(stopped, p.load, 3*time.Second)
+			loaded = loaded || p.load > 0
+		}
 	}
 	time.Sleep(2 * time.Minute) // the way home, what the sources said last, what they are asked again
-	before, accepts := s.con.Stats(), s.cluster.Stats().Accepts
-	time.Sleep(2 * time.Minute)
-	if after := s.con.Stats(); after != before {
-		s.fail("at rest: %+v, and two minutes later %+v", before, after)
+	var before []Stats
+	for _, p := range pools {
+		before = append(before, p.con.Stats())
 	}
-	if n := s.cluster.Stats().Accepts - accepts; n > 0 {
-		s.fail("%d dials at rest", n)
+	dials := func() (n [2]int) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, p := range s.pools {
+			for _, c := range p.wires {
+				n[boolInt(c.kind.Load() == wireSide)]++
+			}
+		}
+		return n
 	}
-	// Without load nothing proves that there is somewhere to go, and a mark stays for as long as it has connections.
-	if w := s.con.watchdog.Load(); w != nil && s.restLoad && s.workers > 0 {
-		if m := w.marks.Load(); m != nil {
-			for id, mk := range m.of {
-				if n := s.of[int(id)]; n == nil || !n.removed {
-					s.fail("node %d is marked at rest: %+v", id, *mk)
-				}
+	dialled := dials()
+	time.Sleep(time.Minute)
+	for i, p := range pools {
+		if after := p.con.Stats(); after != before[i] {
+			s.fail("at rest: %s: %+v, and a minute later %+v", p.user, before[i], after)
+		}
+	}
+	var m *marks
+	w := s.dog()
+	if w != nil {
+		m = w.marks.Load()
+	}
+	if n := dials(); n[0] != dialled[0] || n[1] != dialled[1] {
+		s.fail("%d dials at rest, and %d of the watchdog", n[0]-dialled[0], n[1]-dialled[1])
+	}
+	// Without load nothing proves that there is somewhere to go, and a mark stays for as long as it has connections. Those
+	// that nobody uses stay in a pool that only observes, whatever the server has done; where a pool has all places under the
+	// ceiling, and another one's callers cannot connect to prove it; and where the server's last words, found on them long
+	// after, mark every node.
+	if m != nil && loaded {
+		l := s.pools[0].con.ceiling.Load()
+		kept := l != nil && l.limit.Load() > 0 && l.used.Load() >= l.limit.Load() || len(m.refuge) == 0 ||
+			slices.ContainsFunc(pools, func(p *schedulePool) bool { return p.observe })
+		for id, mk := range m.of {
+			w.mu.Lock()
+			left := w.older(id, mk)
+			w.mu.Unlock()
+			if n := s.of[int(id)]; (n == nil || !n.removed) && !(left > 0 && kept) {
+				s.fail("node %d is marked at rest, and %d connections are to leave it: %+v", id, left, *mk)
 			}
 		}
 	}
 	stop()
-	workers.Wait()
+	s.workers.Wait()
+	if l := s.pools[0].con.ceiling.Load(); l != nil {
+		open, used := int64(0), l.used.Load()
+		for _, p := range pools {
+			open += p.open.Load()
+		}
+		if used != open {
+			s.fail("at rest: %d connections are open in %d places", open, used)
+		}
+	}
 }
 
-// atTheEnd looks at what is left after db.Close.
+// atTheEnd looks at what is left after the last db.Close.
 func (s *schedule) atTheEnd() {
-	if n := s.cluster.Stats().Open; n != 0 {
-		s.fail("%d sessions are open after db.Close", n)
+	stats := s.cluster.Stats()
+	if stats.Open != 0 {
+		s.fail("%d sessions are open after db.Close", stats.Open)
 	}
-	if n := s.con.spares.count.Load(); n != 0 {
-		s.fail("%d spares are left", n)
+	if l := s.pools[0].con.ceiling.Load(); l != nil && l.used.Load() != 0 {
+		s.fail("%d places after db.Close", l.used.Load())
 	}
-	opened := int64(s.cluster.Stats().Accepts)
-	if st := s.con.Stats(); st.Culled+st.Lost+st.Moved > opened || s.observe && st.Culled+st.Moved > 0 || !s.observe && st.Observed > 0 {
-		s.fail("%+v of %d connections", st, opened)
-	}
-	if w := s.con.watchdog.Load(); w != nil {
-		w.mu.Lock()
-		conns := w.conns
-		w.mu.Unlock()
-		if conns != 0 {
-			s.fail("the watchdog counts %d connections", conns)
+	said, others, refused := 0, 0, 0
+	for _, p := range s.pools {
+		if p.con == nil {
+			continue
 		}
-		registry.mu.Lock()
-		if registry.of[w.key] != nil {
-			s.fail("the watchdog is registered")
+		if n := p.con.spares.count.Load(); n != 0 {
+			s.fail("%d spares are left", n)
 		}
-		registry.mu.Unlock()
+		p.account()
+		for _, c := range p.wires {
+			switch {
+			case c.greeted && c.goodbye():
+				said++
+			case c.greeted:
+				others++
+			}
+			refused += boolInt(c.refused)
+		}
+		if w := p.con.watchdog.Load(); w != nil {
+			w.mu.Lock()
+			conns := w.conns
+			w.mu.Unlock()
+			if conns != 0 {
+				s.fail("the watchdog counts %d connections", conns)
+			}
+			s.registry.mu.Lock()
+			if s.registry.of[w.key] != nil {
+				s.fail("the watchdog is registered")
+			}
+			s.registry.mu.Unlock()
+		}
+	}
+	// To some the server said goodbye when they were leaving, and nobody heard it.
+	if lost := stats.LostIdle + stats.LostBusy; said > lost || lost > said+others || refused > stats.Refused {
+		s.fail("the server closed %d connections, %d heard it, and there were %d others; it refused %d dials, %d heard it", lost, said, others, stats.Refused, refused)
 	}
 }
 
-// scheduleMeters is a meter provider that tells the schedule of every count as it is made. It is not comparable, so that
-// the driver does not keep it.
-type scheduleMeters struct {
-	noop.MeterProvider
-	s *schedule
-	_ []int
-}
-
-func (p scheduleMeters) Meter(string, ...metric.MeterOption) metric.Meter {
-	return scheduleMeter{s: p.s}
-}
-
-type scheduleMeter struct {
-	noop.Meter
-	s *schedule
-}
-
-func (m scheduleMeter) Int64Counter(name string, _ ...metric.Int64CounterOption) (metric.Int64Counter, error) {
-	switch name {
-	case "crdbdrain.connection.culled", "crdbdrain.connection.lost", "crdbdrain.cull.throttled":
-		return scheduleCounter{s: m.s, name: name}, nil
+// account holds what a pool has counted against what came over its connections, when all of them have ended: every cull,
+// loss, move and refusal was counted once.
+func (p *schedulePool) account() {
+	s, st := p.s, p.con.Stats()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var ended, unused, wouldBe, said, broken int64
+	refused := make(map[*attempt]bool)
+	for _, c := range p.wires {
+		if c.kind.Load() == wireSide {
+			continue
+		}
+		if c.refused {
+			refused[c.attempt] = true
+		}
+		x := c.session()
+		if x == nil {
+			continue // none, or it ended before it was one
+		}
+		if x.connector != p.con {
+			s.failLocked("a connection of %s is another pool's", p.user)
+		}
+		if x.ended.Load() {
+			ended++
+			unused += int64(boolInt(c.requests == 0))
+		}
+		wouldBe += int64(boolInt(x.wouldBe.Load()))
+		if c.goodbye() {
+			said++
+			if !x.ended.Load() {
+				s.failLocked("the server said goodbye on a connection of %s, and nobody has counted it", p.user)
+			}
+		} else if c.broken {
+			broken++
+		}
 	}
-	return noop.Int64Counter{}, nil
-}
-
-type scheduleCounter struct {
-	noop.Int64Counter
-	s    *schedule
-	name string
-}
-
-func (c scheduleCounter) Add(_ context.Context, n int64, opts ...metric.AddOption) {
-	if n == 0 {
-		return
+	// One that is discarded before anybody has had it is nobody's count, but for those that landed on a marked node.
+	counted := st.Culled + st.Lost + st.Moved + st.Steered + p.ended
+	if counted > ended || ended-counted > max(unused-st.Steered, 0) {
+		s.failLocked("%s: %+v and %d by Shutdown, of %d connections that ended so, %d of them unused", p.user, st, p.ended, ended, unused)
 	}
-	set := metric.NewAddConfig(opts).Attributes()
-	reason, _ := set.Value(attribute.Key("reason"))
-	c.s.onCull(c.name, reason.AsString())
+	if st.Lost > said+broken || st.Observed != wouldBe || p.observe && st.Culled > 0 || !p.observe && st.Observed > 0 {
+		s.failLocked("%s: %+v; %d heard the server's goodbye, %d broke, %d would have been culled", p.user, st, said, broken, wouldBe)
+	}
+	if st.Refused != int64(len(refused)) {
+		s.failLocked("%s: %d refused, %d dials were", p.user, st.Refused, len(refused))
+	}
+	byMetrics := Stats{
+		Culled:    p.counted["crdbdrain.connection.culled/draining"] + p.counted["crdbdrain.connection.culled/decommissioning"],
+		Observed:  p.counted["crdbdrain.connection.culled/observed"],
+		Lost:      p.counted["crdbdrain.connection.lost"],
+		Throttled: p.counted["crdbdrain.cull.throttled"],
+		Rerun:     p.counted["crdbdrain.statement.rerun"],
+		Refused:   p.counted["crdbdrain.dial.refused/57P01"],
+		Moved:     p.counted["crdbdrain.connection.culled/rebalance"] + p.counted["crdbdrain.connection.culled/ttl"],
+		Steered:   p.counted["crdbdrain.dial.steered"],
+	}
+	if byMetrics != st {
+		s.failLocked("%s: %+v by the statistics, %+v by the metrics", p.user, st, byMetrics)
+	}
+	if s.suspicious > 3 {
+		s.failLocked("the ceiling has refused %d callers, and was not full", s.suspicious)
+	}
 }

@@ -91,6 +91,7 @@ type pollResult struct {
 	rule    uint32
 	goodbye nodeID         // the node whose goodbye the watchdog's own connection met
 	before  time.Time      // when that connection had last been answered: the goodbye is of a later time
+	dialled []*sideConn    // the watchdog's own connections that were opened: their nodes are back
 	onNode  nodeID         // the node that the watchdog's own connection is on, unless it has just tried in vain to leave it
 	window  time.Duration  // what the server's settings leave; 0 if they were not asked for or not told
 	errs    map[role]error // why the watchdog has no connection of its own
@@ -279,6 +280,11 @@ func (w *watchdog) take(r pollResult) (again bool) {
 			events = append(events, w.apply(a.source, a.nodes, a.asked, t)...)
 		}
 		events = append(events, w.sourceEdge(before.state, s.state, a, reason))
+	}
+	if w.rule.Load() != ruleUnknown {
+		for _, side := range r.dialled {
+			events = append(events, w.cameBack(side.node, side.opened)...)
+		}
 	}
 	m := w.marks.Load()
 	again = another || r.onNode != 0 && m != nil && m.of[r.onNode] != nil // the watchdog's own connection moves first
@@ -502,6 +508,7 @@ func (p *poller) askSQL(ctx context.Context, q question, a asking, r *pollResult
 			return answers
 		}
 		p.sides[key] = side
+		r.dialled = append(r.dialled, side)
 	}
 	if q.rule == ruleUnknown && r.rule == ruleUnknown {
 		var node nodeID
@@ -675,6 +682,7 @@ type sideConn struct {
 	pg           *pgconn.PgConn
 	link         *link
 	node         nodeID
+	opened       time.Time // when the dial began
 	answered     time.Time // when it was last known that the server had not said goodbye
 	versionKnown bool
 	major, minor int
@@ -740,7 +748,7 @@ func dialSideOnce(ctx context.Context, q question, by *Connector) (*sideConn, er
 		return nil, err
 	}
 	pg := std.(*stdConn).Conn().PgConn() //nolint:forcetypeassert // what stdlib's connector returns
-	side := &sideConn{pg: pg, link: a.link, answered: a.start}
+	side := &sideConn{pg: pg, link: a.link, opened: a.start, answered: a.start}
 	switch q.rule {
 	case ruleUnknown, ruleHolds:
 		side.node = nodeFromPID(pg.PID())

@@ -80,7 +80,7 @@ func (c *Connector) putSpare(s *session) {
 	s.reserve.Store(true)
 	c.mu.Lock()
 	closed := c.closed
-	if !closed && sp.wanted.Load() {
+	if !closed && sp.wanted.Load() && !c.shutting.Load() {
 		sp.mu.Lock()
 		sp.ready = append(sp.ready, spare{s, time.Now()})
 		sp.count.Store(int32(len(sp.ready)))

@@ -181,6 +181,7 @@ func (s *session) discard() {
 		s.ended.Store(true)
 		_ = s.bury()
 	}
+	s.dropReplacement()
 }
 
 // conn is what database/sql holds: a session, which is replaced in place where that is safe and nothing else would keep

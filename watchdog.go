@@ -226,7 +226,10 @@ func (w *watchdog) add(s *session, a *attempt) {
 	n.seen.Store(now())
 	w.fullTimes.Store(0)
 	w.conns++
-	events := w.cameBack(s)
+	if d := w.drains[id]; d != nil && !d.done && s.stamp() == id && s.opened.Before(d.mark.before) {
+		d.left++ // its dial had begun when the drain was noticed
+	}
+	events := w.cameBack(s.stamp(), s.opened)
 	w.addrs.learn(a, id)
 	if stamp := s.stamp(); stamp != 0 {
 		if m := w.marks.Load(); m != nil && m.of[stamp] == nil {
@@ -457,6 +460,7 @@ func (w *watchdog) forget() {
 	for id := range w.sources {
 		w.sources[id].nodes = nil
 	}
+	w.fleet.Store(nil) // expire drops it with the feed's answer
 	events := append(w.remark(time.Now()), w.tellChanged)
 	w.mu.Unlock()
 	w.tell(events)
@@ -513,6 +517,9 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	clear(s.unready)
 	left := s.idle[:0]
 	for i, c := range s.idle {
+		if c.idled.Load() > now()-int64(sweepIdle) { // used since it was listed
+			continue
+		}
 		if s.unready[c.connector] {
 			left = append(left, c)
 			continue
@@ -604,7 +611,8 @@ func (s *sweeper) list(w *watchdog, m *marks) {
 			if !mk.decommissioning || c.opened.Before(mk.before) {
 				s.need[c.connector] = true
 			}
-			if c.state.Load() == sessionIdle && c.idled.Load() <= old && c.opened.Before(mk.before) && !c.wouldBe.Load() {
+			// A replacement that waits for its place is nobody's yet: sweepPending gives it up.
+			if c.state.Load() == sessionIdle && c.idled.Load() <= old && c.opened.Before(mk.before) && !c.wouldBe.Load() && !c.reserve.Load() {
 				s.scratch = append(s.scratch, c)
 			}
 		}
