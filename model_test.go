@@ -10,7 +10,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -33,46 +32,13 @@ import (
 // failure.
 func TestModelSchedules(t *testing.T) {
 	var sum modelCounts
-	if v := os.Getenv("CRDBDRAIN_MODEL_SEED"); v != "" {
-		seed, err := strconv.ParseUint(v, 10, 64)
-		if err != nil {
-			t.Fatalf("CRDBDRAIN_MODEL_SEED: %v", err)
+	if os.Getenv("CRDBDRAIN_MODEL_SEED") == "" {
+		for _, seed := range modelSeeds {
+			runModel(t, seed, &sum)
 		}
-		runModel(t, seed, &sum)
-		t.Logf("%v", &sum)
-		return
 	}
-	for _, seed := range modelSeeds {
-		runModel(t, seed, &sum)
-	}
-	n, limit := int64(1<<62), 2*time.Second
-	if v := os.Getenv("CRDBDRAIN_MODELS"); v != "" {
-		var err error
-		if n, err = strconv.ParseInt(v, 10, 64); err != nil {
-			t.Fatalf("CRDBDRAIN_MODELS: %v", err)
-		}
-		limit = 24 * time.Hour
-	}
-	start, seed := time.Now(), rand.Uint64()>>1
-	var next atomic.Int64
-	var wg sync.WaitGroup
-	for range runtime.GOMAXPROCS(0) {
-		wg.Go(func() {
-			for !t.Failed() && time.Since(start) < limit {
-				i := next.Add(1)
-				if i > n {
-					return
-				}
-				runModel(t, seed+uint64(i), &sum)
-				if done := sum.schedules.Load(); done%1_000_000 == 0 {
-					fmt.Fprintf(os.Stderr, "%v: %v\n", time.Since(start).Round(time.Second), &sum)
-				}
-			}
-		})
-	}
-	wg.Wait()
-	took := time.Since(start).Seconds()
-	t.Logf("%v; seeds from %d on; %.1f s, %.0f schedules/s", &sum, seed+1, took, float64(sum.schedules.Load())/took)
+	took := eachSeed(t, "CRDBDRAIN_MODEL_SEED", "CRDBDRAIN_MODELS", 2*time.Second, func(seed uint64) { runModel(t, seed, &sum) })
+	t.Logf("%v; %.1f s, %.0f schedules/s", &sum, took.Seconds(), float64(sum.schedules.Load())/took.Seconds())
 	if sum.schedules.Load() < 1000 {
 		return // too few to say anything of them all
 	}

@@ -31,40 +31,8 @@ import (
 // CRDBDRAIN_ROLLS=n runs n schedules, CRDBDRAIN_SCHEDULE_SEED=seed the one of a failure.
 func TestFuzzedSchedules(t *testing.T) {
 	var sum scheduleCounts
-	if v := os.Getenv("CRDBDRAIN_SCHEDULE_SEED"); v != "" {
-		seed, err := strconv.ParseUint(v, 10, 64)
-		if err != nil {
-			t.Fatalf("CRDBDRAIN_SCHEDULE_SEED: %v", err)
-		}
-		runSchedule(t, seed, &sum)
-		t.Logf("%v", &sum)
-		return
-	}
-	n, limit := int64(1<<62), 3*time.Second
-	if v := os.Getenv("CRDBDRAIN_ROLLS"); v != "" {
-		var err error
-		if n, err = strconv.ParseInt(v, 10, 64); err != nil {
-			t.Fatalf("CRDBDRAIN_ROLLS: %v", err)
-		}
-		limit = 24 * time.Hour
-	}
-	start, seed := time.Now(), rand.Uint64()>>1
-	var next atomic.Int64
-	var wg sync.WaitGroup
-	for range runtime.GOMAXPROCS(0) {
-		wg.Go(func() {
-			for !t.Failed() && time.Since(start) < limit {
-				i := next.Add(1)
-				if i > n {
-					return
-				}
-				runSchedule(t, seed+uint64(i), &sum)
-			}
-		})
-	}
-	wg.Wait()
-	took := time.Since(start).Seconds()
-	t.Logf("%v; %.1f s, %.1f schedules/s", &sum, took, float64(sum.schedules.Load())/took)
+	took := eachSeed(t, "CRDBDRAIN_SCHEDULE_SEED", "CRDBDRAIN_ROLLS", 3*time.Second, func(seed uint64) { runSchedule(t, seed, &sum) })
+	t.Logf("%v; %.1f s, %.1f schedules/s", &sum, took.Seconds(), float64(sum.schedules.Load())/took.Seconds())
 	if sum.schedules.Load() < 20 {
 		return // too few to say anything of them all
 	}
@@ -82,6 +50,45 @@ func TestFuzzedSchedules(t *testing.T) {
 			t.Errorf("no %s: the test tests nothing", what)
 		}
 	}
+}
+
+// eachSeed calls run with one seed after another on every processor, for as long as limit. Where the variable many has a
+// number it calls it so many times; where the variable one has a seed, once with that.
+func eachSeed(t *testing.T, one, many string, limit time.Duration, run func(seed uint64)) (took time.Duration) {
+	t.Helper()
+	start := time.Now()
+	if v := os.Getenv(one); v != "" {
+		seed, err := strconv.ParseUint(v, 10, 64)
+		if err != nil {
+			t.Fatalf("%s: %v", one, err)
+		}
+		run(seed)
+		return time.Since(start)
+	}
+	n := int64(1 << 62)
+	if v := os.Getenv(many); v != "" {
+		var err error
+		if n, err = strconv.ParseInt(v, 10, 64); err != nil {
+			t.Fatalf("%s: %v", many, err)
+		}
+		limit = 24 * time.Hour
+	}
+	seed := rand.Uint64() >> 1
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range runtime.GOMAXPROCS(0) {
+		wg.Go(func() {
+			for !t.Failed() && time.Since(start) < limit {
+				i := next.Add(1)
+				if i > n {
+					return
+				}
+				run(seed + uint64(i))
+			}
+		})
+	}
+	wg.Wait()
+	return time.Since(start)
 }
 
 // scheduleFeatures are what some schedules have, and what they come to.

@@ -238,7 +238,7 @@ func (w *watchdog) take(r pollResult) (again bool) {
 		w.barred[by] = t.Add(barFor)
 	}
 	fed := len(r.answers) == 1 && r.answers[0].source == sourceFeed // which says nothing of that connection
-	if failing := failed != nil && len(r.answers) == 0; failing != w.mute && !fed {
+	if failing := failed != nil && len(r.answers) == 0; failing != w.mute && !fed && !w.overslept {
 		w.mute = failing
 		if failing {
 			events = append(events, func() {
