@@ -164,6 +164,23 @@ func TestAMarkKnowsTheCalmBeforeIt(t *testing.T) {
 	}
 }
 
+// The watchdog's own connection tells that a node is back like any other: where every node is marked and no caller dials, it
+// is the only one, and would dial anew at each poll.
+func TestTheWatchdogsDialClearsAMark(t *testing.T) {
+	c, w := trusted(t, "")
+	w.hold(c, 2, time.Now())
+	goodbye := time.Now()
+	w.note(2, sourceErrors, notice{since: goodbye, heard: goodbye, before: goodbye, over: true})
+	w.take(pollResult{dialled: []*sideConn{{node: 2, opened: goodbye.Add(-time.Millisecond)}}})
+	if w.markOf(2) == nil {
+		t.Error("a dial from before the goodbye has taken the mark away")
+	}
+	w.take(pollResult{dialled: []*sideConn{{node: 2, opened: goodbye.Add(time.Millisecond)}}})
+	if w.markOf(2) != nil {
+		t.Error("the node has accepted the watchdog's connection since, and is marked")
+	}
+}
+
 // Gossip is late with the restart too. A connection that the node accepts tells earlier, and the stale record, which has
 // the epoch of before, does not mark it again.
 func TestARestartedNodeIsNotMarkedAgainByStaleGossip(t *testing.T) {
