@@ -46,7 +46,7 @@ var mutants = []mutant{
 	{"a refused dial is not tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "false", "TestA07"},
 	{"every failed dial is tried again", "connector.go", "try < maxRefused && (isRefusal(err) || c.cutByDrain(err))", "try < maxRefused", "TestB09|TestH09"},
 	{"a connection on a marked node is kept at once", "connector.go", "	for range maxSteer {\n		if s.w == nil", "	for range 0 {\n		if s.w == nil", "TestDialsAreSteered"},
-	{"a new connection does not clear a goodbye's mark", "marks.go", "if n := said[sourceErrors]; n != nil && s.opened.After(n.heard) {", "if n := said[sourceErrors]; n != nil && false {", "TestARestarted|TestALate|TestUnannounced|TestCameBack|TestFuzzedSchedules|TestMarks"},
+	{"a new connection does not clear a goodbye's mark", "marks.go", "if n := said[sourceErrors]; n != nil && opened.After(n.heard) {", "if n := said[sourceErrors]; n != nil && false {", "TestARestarted|TestALate|TestUnannounced|TestCameBack|TestFuzzedSchedules|TestMarks"},
 	{"a failing source's marks outlive it", "marks.go", "if s.nodes == nil || t.Sub(s.answered) <= w.keepOf(sourceID(id)) {", "if true {", "TestFeedWithoutNews|TestFuzzedSchedules|TestMarksExpire|TestD07|TestSource"},
 	{"a denied role is asked again at every poll", "source.go", "func(r role) bool { return !t.Before(s.denied[r]) }", "func(role) bool { return true }", "TestD02|TestH10|TestARoleThatMay|TestDenied|TestD0"},
 	{"the ceiling takes one too many", "ceiling.go", "if limit > 0 && used >= limit {", "if limit > 0 && used > limit {", "TestCeiling"},
