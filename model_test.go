@@ -140,6 +140,7 @@ type word struct {
 
 type specDrain struct {
 	on, over, leaves bool
+	fresh            bool // it began with the latest event
 	held             int
 }
 
@@ -1113,7 +1114,7 @@ func (m *model) drainsAt(t time.Time) {
 			if f := m.spec.fleet; f != nil && !d.on {
 				m.spec.turn = t.Add(f.phase)
 			}
-			*d = specDrain{on: true, held: m.older(nodeID(id), mk.before)}
+			*d = specDrain{on: true, fresh: true, held: m.older(nodeID(id), mk.before)}
 			d.over = d.held == 0
 			m.spec.begun[id]++
 			m.spec.known[id] = true
@@ -1240,10 +1241,14 @@ func (m *model) check(h happening) {
 		} else if got != nil && (got.decommissioning != want.leaves || got.over != want.over || got.source != want.source || !got.since.Equal(want.since) || !got.before.Equal(want.before) || !got.calm.Equal(want.calm)) {
 			m.fail("node %d has the mark %+v, want %+v", id, *got, *want)
 		}
-		if d := &m.spec.drains[id]; m.heard[id] && d.on && !d.over && m.log.ended[id].Load() == m.spec.ended[id]+1 {
+		d := &m.spec.drains[id]
+		if m.heard[id] && d.on && !d.over && m.log.ended[id].Load() == m.spec.ended[id]+1 {
 			d.over = true // the last one had left before one landed, or became one that has to leave
 			m.spec.ended[id]++
+		} else if m.heard[id] && d.on && d.over && d.fresh && d.held > 0 && m.log.ended[id].Load() == m.spec.ended[id]-1 {
+			m.spec.ended[id]-- // or before the drain was heard of: it began with none
 		}
+		d.fresh = false
 		if begun, ended := m.log.begun[id].Load(), m.log.ended[id].Load(); begun != m.spec.begun[id] || ended != m.spec.ended[id] {
 			m.fail("of node %d %d drains were told, and %d ends, want %d and %d", id, begun, ended, m.spec.begun[id], m.spec.ended[id])
 			m.spec.begun[id], m.spec.ended[id] = begun, ended
