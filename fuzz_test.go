@@ -97,11 +97,11 @@ func FuzzDSNIsPgxs(f *testing.F) {
 			t.Skip()
 		}
 		with := key + "='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(value) + "' " + dsn
-		if strings.HasPrefix(dsn, "postgres://") || strings.HasPrefix(dsn, "postgresql://") {
+		if scheme, rest, _ := strings.Cut(dsn, "://"); scheme == "postgres" || scheme == "postgresql" {
 			sep := "?"
-			if strings.HasSuffix(dsn, "?") {
+			if rest = afterUserinfo(rest); strings.HasSuffix(rest, "?") {
 				sep = ""
-			} else if strings.Contains(dsn, "?") {
+			} else if strings.Contains(rest, "?") { // one in the password begins no query
 				sep = "&"
 			}
 			with = dsn + sep + key + "=" + percent(value)

@@ -1242,11 +1242,11 @@ func (m *model) check(h happening) {
 			m.fail("node %d has the mark %+v, want %+v", id, *got, *want)
 		}
 		d := &m.spec.drains[id]
-		if m.heard[id] && d.on && !d.over && m.log.ended[id].Load() == m.spec.ended[id]+1 {
-			d.over = true // the last one had left before one landed, or became one that has to leave
-			m.spec.ended[id]++
-		} else if m.heard[id] && d.on && d.over && d.fresh && d.held > 0 && m.log.ended[id].Load() == m.spec.ended[id]-1 {
-			m.spec.ended[id]-- // or before the drain was heard of: it began with none
+		// Of what comes to be in one event either order is right: the last connection had left before another landed, before one
+		// became one that has to leave, or before the drain was heard of, which then began with none.
+		if more := m.log.ended[id].Load() - m.spec.ended[id]; m.heard[id] && (more == 1 || more == -1 && d.fresh) {
+			d.over = true
+			m.spec.ended[id] += more
 		}
 		d.fresh = false
 		if begun, ended := m.log.begun[id].Load(), m.log.ended[id].Load(); begun != m.spec.begun[id] || ended != m.spec.ended[id] {
