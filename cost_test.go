@@ -21,6 +21,9 @@ func heap() uint64 {
 
 // A connection costs less than 1 KiB more than pgx's.
 func TestMemoryPerConnection(t *testing.T) {
+	if raceDetector {
+		t.Skip("the race detector allocates")
+	}
 	const conns = 500
 	c := crdbdraintest.Start(crdbdraintest.Config{})
 	defer c.Close()

@@ -448,7 +448,7 @@ func TestB01(t *testing.T) {
 			if len(errs) > 0 || badConns > 0 {
 				t.Errorf("%d times driver.ErrBadConn; errors: %v", badConns, errs)
 			}
-			if ended < 20 || db.c.Stats().Lost < 20 {
+			if ended < 20 || db.c.Stats().Lost < 10 { // those that nobody had met when the load stopped are not counted
 				t.Errorf("%d connections ended, %d lost: the test tests nothing", ended, db.c.Stats().Lost)
 			}
 		})
