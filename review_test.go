@@ -286,6 +286,41 @@ func TestHooksReplacedBeforeConnect(t *testing.T) {
 	}
 }
 
+// A sweep with a list of before neither takes what is in use for a would-be cull, nor a marked node that is back for used.
+func TestASweepWithAnOldList(t *testing.T) {
+	c, w := trusted(t, "crdbdrain_mode=observe crdbdrain_spares=0")
+	w.hold(c, 1, time.Now())
+	used := w.hold(c, 2, time.Now()) // in use
+	time.Sleep(time.Millisecond)
+	w.answer(sourceInstances, map[nodeID]nodeState{1: {live: true}, 2: {live: true, draining: true}}, nil)
+	w.cull(used, w.marks.Load(), time.Now(), pointSweep)
+	if s := c.Stats(); s.Observed != 0 || used.wouldBe.Load() {
+		t.Errorf("%+v: a session in use is swept", s)
+	}
+	other := w.hold(c, 1, time.Now())
+	seen := other.node.seen.Load()
+	w.cull(other, w.marks.Load(), time.Now(), pointSweep)
+	if other.node.seen.Load() != seen {
+		t.Error("a sweep counts as use of an unmarked node")
+	}
+}
+
+// A spare that was being dialled when Shutdown began is not kept.
+func TestShutdownKeepsNoLateSpare(t *testing.T) {
+	c, w := trusted(t, "")
+	s := w.hold(c, 1, time.Now())
+	client, server := net.Pipe()
+	_ = server.Close()
+	s.link.conn = client
+	c.spares.wanted.Store(true)
+	c.shutting.Store(true)
+	c.putSpare(s)
+	c.closing.Wait()
+	if n := c.spares.count.Load(); n != 0 || s.state.Load() != sessionGone {
+		t.Errorf("%d spares, state %d: want none, and gone", n, s.state.Load())
+	}
+}
+
 // What waits to take the place of a session that is discarded goes with it: a spare whose dial took longer than the TTL can
 // be chosen to give way before it is one.
 func TestDiscardDropsTheReplacement(t *testing.T) {
