@@ -303,6 +303,26 @@ func TestASweepWithAnOldList(t *testing.T) {
 	if other.node.seen.Load() != seen {
 		t.Error("a sweep counts as use of an unmarked node")
 	}
+	// Used again, and back: a caller may be waiting for it.
+	used.state.Store(sessionIdle)
+	used.idled.Store(now() - int64(time.Second))
+	var sw sweeper
+	sw.list(w, w.marks.Load())
+	sw.listed = time.Now()
+	if len(sw.idle) != 1 {
+		t.Fatalf("%d sessions are listed, want one", len(sw.idle))
+	}
+	used.idled.Store(now())
+	sw.sweep(w)
+	if used.wouldBe.Load() {
+		t.Error("a session that was used since it was listed is swept")
+	}
+	used.idled.Store(now() - int64(time.Second))
+	sw = sweeper{}
+	sw.sweep(w)
+	if !used.wouldBe.Load() {
+		t.Error("a session that has been idle for a second is not swept")
+	}
 }
 
 // A spare that was being dialled when Shutdown began is not kept.
