@@ -232,6 +232,7 @@ func (s *session) checkout(ctx context.Context) bool {
 		}
 		return s.reject()
 	}
+	s.checkedOut = t
 	m := s.w.marks.Load()
 	if m == nil {
 		s.prepared = true

@@ -85,10 +85,12 @@ type Connector struct {
 	ctx      context.Context // ends with the connector; for what it does in the background
 	cancel   context.CancelFunc
 	dialing  atomic.Int64 // dials under way
+	welcomed atomic.Int64 // how long a server took, lately, from the connection to the end of the startup; a duration
 	tally    tally
 	closing  sync.WaitGroup // connections being closed in the background
 
 	hidden atomic.Bool // said that a wrapper hides the hooks
+	deaf   atomic.Bool // said that an option keeps the driver from hearing its connections
 
 	mu     sync.Mutex
 	closed bool // guarded by mu
@@ -133,7 +135,8 @@ type attempt struct {
 	refusal func()              // called at each; nil in database/sql's dials, which look afterwards
 	link    *link               // made last
 
-	encrypted bool // that connection has TLS
+	connected time.Time // when that connection was there
+	encrypted bool      // that connection has TLS
 }
 
 type attemptKey struct{}
@@ -171,7 +174,7 @@ func hook(cc *pgx.ConnConfig) {
 			}
 		}
 		if a := attemptOf(ctx); a != nil {
-			a.link, a.encrypted = &link{conn: nc, peeker: newPeeker(nc)}, encrypted
+			a.link, a.encrypted, a.connected = &link{conn: nc, peeker: newPeeker(nc)}, encrypted, time.Now()
 		}
 		return nc, nil
 	}
@@ -207,6 +210,8 @@ func (a *attempt) listen(cc *pgconn.Config) {
 				a.refusal()
 			}
 		}
+		bye := *e
+		l.bye = &bye
 		if l.first != nil && l.words.Load() == goodbyeErrored {
 			*e = *l.first // pgx keeps the first error of a request in most of its protocols; keep it in all
 		}
@@ -219,16 +224,17 @@ const (
 	// "unready" (server.shutdown.initial_wait) it still accepts, and a load balancer may not have noticed yet.
 	maxSteer = 3
 	// maxRefused is how often a dial that a draining node refused is tried again, and the waits between the tries: 5, 20,
-	// 80, 320 and 800 ms, each shortened by up to half at random. The first try behind a load balancer usually lands
-	// elsewhere; the later ones give it the time to notice.
-	maxRefused   = 5
+	// 80 ms, and then 320 ms, each shortened by up to half at random. The first try behind a load balancer usually lands
+	// elsewhere. Until it notices the drain, which can take 8 s, each has the same odds: with two nodes one dial in two
+	// thousand does not find the other in eleven tries.
+	maxRefused   = 10
 	firstRefusal = 5 * time.Millisecond
-	lastRefusal  = 800 * time.Millisecond
+	lastRefusal  = 320 * time.Millisecond
 )
 
 // Connect opens a connection. A connection that lands on a marked node is closed and dialled again, at most three times,
 // and then kept. A dial that a draining node refuses (57P01), or that ends without a word while a node drains, is tried
-// again, at most five times, within ctx. Any other failure is pgx's own error after pgx's own dials; it is never
+// again, at most ten times, within ctx. Any other failure is pgx's own error after pgx's own dials; it is never
 // [driver.ErrBadConn].
 func (c *Connector) Connect(ctx context.Context) (driver.Conn, error) {
 	if c.cfg.mode == modeOff {
@@ -376,30 +382,50 @@ func (c *Connector) dial(ctx context.Context) (*session, error) {
 	s.std = std.(*stdConn) //nolint:forcetypeassert // what stdlib's connector returns
 	s.pg = s.std.Conn().PgConn()
 	if err := c.welcome(ctx, s, a); err != nil {
+		if errors.Is(err, errUnanswered) {
+			return c.dial(ctx) // which does not ask
+		}
 		return nil, err
 	}
 	return s, nil
 }
 
+// errUnanswered says that a new connection had to be closed because SHOW node_id was not answered in time.
+var errUnanswered = errors.New("crdbdrain: SHOW node_id was not answered in time")
+
+// askAgain is how long no new connection is asked after that.
+const askAgain = time.Minute
+
 // welcome stamps a new session and enters it with the watchdog, where it is to CockroachDB.
 func (c *Connector) welcome(ctx context.Context, s *session, a *attempt) (err error) {
 	l := a.link
-	if s.pg.ParameterStatus("crdb_version") == "" || l == nil || l.r == nil {
-		return nil // PostgreSQL, or a pooler that hides CockroachDB, or hooks that keep the driver from hearing it
+	if s.pg.ParameterStatus("crdb_version") == "" {
+		return nil // PostgreSQL, or a pooler that hides CockroachDB
+	}
+	if l == nil || l.r == nil {
+		if c.deaf.CompareAndSwap(false, true) {
+			c.log.Warn("crdbdrain: an OptionBeforeConnect replaces AfterNetConnect or BuildFrontend, so the driver hears nothing of its connections and is plain pgx: set them in the config for NewConnector")
+		}
+		return nil
 	}
 	w := c.attach()
 	if w == nil {
 		return nil // closed meanwhile
 	}
 	s.link = l
+	c.welcomed.Store(int64(time.Since(a.connected)))
 	way := int32(wayClear)
 	if a.encrypted {
 		way = wayTLS
 	}
 	c.way.Store(way)
 	s.id = nodeFromPID(s.pg.PID())
-	if w.rule.Load() == ruleAsk {
+	if w.rule.Load() == ruleAsk && now() >= w.askNext.Load() {
 		if s.id, err = askNodeID(ctx, s.pg); s.pg.IsClosed() {
+			if ctx.Err() == nil && pgconn.Timeout(err) {
+				w.askNext.Store(now() + int64(askAgain))
+				return errUnanswered
+			}
 			return fmt.Errorf("crdbdrain: the connection was lost while its node was asked for: %w", err)
 		}
 		s.asked = err == nil
@@ -538,7 +564,7 @@ func (c *Connector) Close() error {
 	c.cancel()
 	if w := c.watchdog.Load(); w != nil && first {
 		c.registry.leave(c, w)
-		c.tendSpares(false, time.Now(), 0)
+		c.tendSpares(0, time.Now(), 0)
 	}
 	if first {
 		ceilings.leave(c)

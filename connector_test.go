@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -53,7 +54,11 @@ func TestA07RefusedDialsAreBounded(t *testing.T) {
 	if got := p.accepts(); got != 1+maxRefused {
 		t.Errorf("%d dials, want %d", got, 1+maxRefused)
 	}
-	if shortest := firstRefusal * (1<<maxRefused - 1) / 2; took < shortest {
+	shortest := time.Duration(0)
+	for try := range maxRefused {
+		shortest += min(firstRefusal<<(2*try), lastRefusal) / 2
+	}
+	if took < shortest {
 		t.Errorf("gave up after %v, want %v at least", took, shortest)
 	}
 	if got := db.c.Stats().Refused; got != 1+maxRefused {
@@ -373,4 +378,85 @@ func TestDialsAreSteered(t *testing.T) {
 	if s := p.c.Stats(); s.Steered == 0 {
 		t.Error("no dial landed on node 1: the test shows nothing")
 	}
+}
+
+// Behind a proxy that hides the node each new connection is asked for it. A server that does not answer in time costs that
+// connection, and for a minute none is asked: it does not keep anybody from connecting (B18, D13).
+func TestANodeThatDoesNotSayItsIDIsNotAsked(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	db := openMarking(t, p)
+	db.SetMaxOpenConns(0)
+	w := db.c.watchdog.Load()
+	w.rule.Store(ruleAsk)
+	p.set(func(sql string, _ step) bool { return sql == sqlShowNodeID }, (*peerConn).awaitClose)
+	connect := func() *session {
+		t.Helper()
+		dc, err := db.c.Connect(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = dc.Close() })
+		return dc.(*conn).s
+	}
+	start := time.Now()
+	s := connect()
+	if took := time.Since(start); s.stamp() != 0 || took < maxPing {
+		t.Errorf("connected after %v, with the stamp %d; want none, after %v", took, s.stamp(), maxPing)
+	}
+	connect()
+	if n := p.arrivals(query, sqlShowNodeID); n != 1 {
+		t.Errorf("asked %d times, want once", n)
+	}
+	w.askNext.Store(now())
+	if s := connect(); s.stamp() == 0 {
+		t.Error("not asked a minute later")
+	}
+}
+
+// slowReads delays what is read from it.
+type slowReads struct {
+	net.Conn
+	by *atomic.Int64
+}
+
+func (c slowReads) Read(p []byte) (int, error) {
+	time.Sleep(time.Duration(c.by.Load()))
+	return c.Conn.Read(p)
+}
+
+// Servers that are slow to answer, since they have too much to do, are not taken for peers that are gone: more dials are the
+// last thing that they need.
+func TestSlowServersAreNotGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := crdbdraintest.Start(crdbdraintest.Config{Memory: true})
+		defer c.Close()
+		defer time.Sleep(time.Minute) // pgx closes what has not answered in the background
+		var slow, dials atomic.Int64
+		p := memPool(t, c, "crdbdrain_cluster=slow&crdbdrain_sources=errors", func(cc *pgx.ConnConfig, _ *Connector) {
+			if cc != nil {
+				cc.AfterNetConnect = func(_ context.Context, pc *pgconn.Config, nc net.Conn) (net.Conn, error) {
+					if pc.RuntimeParams["application_name"] != watchdogName {
+						dials.Add(1)
+					}
+					return slowReads{nc, &slow}, nil
+				}
+			}
+		})
+		defer p.Close()
+		slow.Store(int64(1200 * time.Millisecond))
+		fill(t, p.DB, 4)
+		time.Sleep(10 * time.Second)
+		for range 4 {
+			ctx, cancel := context.WithTimeout(t.Context(), 4*time.Second)
+			if _, err := p.ExecContext(ctx, "UPDATE t SET x = 1"); err != nil {
+				t.Error(err)
+			}
+			cancel()
+			time.Sleep(2 * time.Second)
+		}
+		if n := dials.Load(); n != 4 {
+			t.Errorf("%d dials, want none but the first 4", n)
+		}
+	})
 }

@@ -549,7 +549,7 @@ func FuzzLink(f *testing.F) {
 				t.Fatalf("the link passes on %q of %q", got, stream(m))
 			}
 			switch m := m.(type) {
-			case *pgproto3.ParseComplete, *pgproto3.BindComplete, *pgproto3.NoData, *pgproto3.ParameterDescription, *pgproto3.RowDescription:
+			case *pgproto3.ParseComplete, *pgproto3.BindComplete, *pgproto3.CloseComplete, *pgproto3.NoData, *pgproto3.ParameterDescription, *pgproto3.RowDescription:
 			case *pgproto3.ReadyForQuery:
 				replied, failed, wrote = false, false, false
 			case *pgproto3.ErrorResponse:

@@ -34,6 +34,8 @@ type link struct {
 	wrote  atomic.Bool   // since the request began, the kernel took a byte of it
 	unsent atomic.Bool   // a write failed before the kernel took a byte of the request
 	words  atomic.Uint32 // goodbye*
+	ran    atomic.Uint32 // how often a reply came that execution may have produced, after none
+	began  uint32        // ran, when the request began; the holder's
 
 	// The reader's place in the stream of messages.
 	mu      sync.Mutex
@@ -44,6 +46,7 @@ type link struct {
 	err     bool    // an error came since the last ReadyForQuery
 	replied bool    // since the request began, a reply came that execution may have produced
 
+	bye   *pgconn.PgError // the goodbye, once pgx has seen it; pgx's goroutine's
 	first *pgconn.PgError // the last error but the goodbye that pgx has seen; pgx's goroutine's
 }
 
@@ -68,7 +71,11 @@ func (l *link) begin() {
 		l.mu.Unlock()
 	}
 	clearFlag(&l.wrote)
+	l.began = l.ran.Load()
 }
+
+// nothingRan reports whether the request, in all its round trips so far, got no reply that execution may have produced.
+func (l *link) nothingRan() bool { return l.ran.Load() == l.began }
 
 // clearFlag spares the store, which costs several times the load, where there is nothing to clear.
 func clearFlag(b *atomic.Bool) {
@@ -183,8 +190,9 @@ func (l *link) follow(p []byte) {
 // message takes note of one whole message from the server. l.mu is held.
 func (l *link) message(kind byte) {
 	switch kind {
-	case '1', '2', 't', 'T', 'n':
-		// ParseComplete, BindComplete, ParameterDescription, RowDescription, NoData: nothing has been executed yet.
+	case '1', '2', '3', 't', 'T', 'n':
+		// ParseComplete, BindComplete, CloseComplete, ParameterDescription, RowDescription, NoData: none of them executes
+		// anything, and what was executed before them has been answered before.
 	case 'Z':
 		// ReadyForQuery: the request is over, and what it did has been told.
 		l.err = false
@@ -196,9 +204,17 @@ func (l *link) message(kind byte) {
 			return
 		}
 		l.err = true
-		l.replied = true
+		l.reply()
 	default:
+		l.reply()
+	}
+}
+
+// reply takes note of a reply that execution may have produced. l.mu is held.
+func (l *link) reply() {
+	if !l.replied {
 		l.replied = true
+		l.ran.Add(1)
 	}
 }
 

@@ -65,7 +65,7 @@ var streams = []struct {
 	{"a goodbye behind an answer", append(slices.Clone(rowMessages), doneMessage, readyMessage, goodbyeMessage), heard{words: goodbyeClean}},
 	{"a goodbye before ReadyForQuery", append(slices.Clone(rowMessages), doneMessage, goodbyeMessage), heard{words: goodbyeReplied, replied: true}},
 	{"a goodbye after a row", append(slices.Clone(rowMessages), goodbyeMessage), heard{words: goodbyeReplied, replied: true}},
-	{"a goodbye after Parse, Bind and Describe", []pgproto3.BackendMessage{&pgproto3.ParseComplete{}, &pgproto3.ParameterDescription{ParameterOIDs: []uint32{25}},
+	{"a goodbye after Close, Parse, Bind and Describe", []pgproto3.BackendMessage{&pgproto3.CloseComplete{}, &pgproto3.ParseComplete{}, &pgproto3.ParameterDescription{ParameterOIDs: []uint32{25}},
 		&pgproto3.BindComplete{}, oneColumn(), &pgproto3.NoData{}, goodbyeMessage}, heard{words: goodbyeClean}},
 	{"a goodbye after a cancelled statement", []pgproto3.BackendMessage{cancelMessage, goodbyeMessage}, heard{words: goodbyeErrored, replied: true}},
 	{"a goodbye after rows and a cancelled statement", append(slices.Clone(rowMessages), cancelMessage, goodbyeMessage), heard{words: goodbyeErrored, replied: true}},
@@ -85,7 +85,7 @@ var streams = []struct {
 
 func init() {
 	for _, kind := range []pgproto3.BackendMessage{
-		&pgproto3.EmptyQueryResponse{}, &pgproto3.PortalSuspended{}, &pgproto3.CloseComplete{}, &pgproto3.ParameterStatus{Name: "a", Value: "b"},
+		&pgproto3.EmptyQueryResponse{}, &pgproto3.PortalSuspended{}, &pgproto3.ParameterStatus{Name: "a", Value: "b"},
 		&pgproto3.NotificationResponse{Channel: "c"}, &pgproto3.NoticeResponse{Code: "00000"}, &pgproto3.CopyInResponse{}, &pgproto3.CopyOutResponse{},
 		&pgproto3.CopyBothResponse{}, &pgproto3.CopyData{Data: []byte("1\n")}, &pgproto3.CopyDone{}, &pgproto3.FunctionCallResponse{},
 	} {
@@ -230,7 +230,7 @@ func byFrontend(b []byte) (h heard, n int, long bool) {
 		length := int(binary.BigEndian.Uint32(b[n+1:])) + 1
 		n += length
 		switch m := m.(type) {
-		case *pgproto3.ParseComplete, *pgproto3.BindComplete, *pgproto3.ParameterDescription, *pgproto3.RowDescription, *pgproto3.NoData:
+		case *pgproto3.ParseComplete, *pgproto3.BindComplete, *pgproto3.CloseComplete, *pgproto3.ParameterDescription, *pgproto3.RowDescription, *pgproto3.NoData:
 		case *pgproto3.ReadyForQuery:
 			h.replied, failed = false, false
 		case *pgproto3.ErrorResponse:

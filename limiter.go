@@ -91,6 +91,9 @@ type leaving struct {
 	least float64 // culls per second that spread evenly those of the beginning
 }
 
+// lastShare is the part of the window in which a connection that is in use has to come back.
+const lastShare = 0.9
+
 // need returns what a node needs at now that had held connections when it was noticed and has conns. calm is when it was
 // last known not to drain; zero if never. Once the time is used up, the rest leaves at a tenth of the window: late, but
 // still not at once.

@@ -100,6 +100,11 @@ func (c *Connector) WaitDrained(ctx context.Context, node int) error {
 		select {
 		case <-changed:
 		case <-ctx.Done():
+			w.mu.Lock()
+			if n := w.nodes[nodeID(node)]; n != nil {
+				left = len(n.held)
+			}
+			w.mu.Unlock()
 			return fmt.Errorf("crdbdrain: node %d: %d connections are left: %w", node, left, ctx.Err())
 		}
 	}

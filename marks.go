@@ -122,14 +122,17 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 		return keep
 	}
 	if !m.somewhereToGo(t, w.interval()) {
-		w.nowhereToGo()
+		if t.Sub(mk.since) > w.interval() { // until then connections that were opened longer ago may not have been used since
+			w.nowhereToGo()
+		}
 		return keep
 	}
 	if mk.node.stuckUntil.Load() > now() || w.fullUntil.Load() > now() {
 		return keep
 	}
 	var token token
-	if !mk.over || younger { // what the server has said goodbye on is not paced: it closes the connection now, if we do not
+	// What the server has said goodbye on is not paced: it closes the connection now, if we do not.
+	if younger || !mk.over && !w.lastCall(s, mk, t, point) {
 		if t.Before(m.from) {
 			w.countThrottled(s, point) // it is the turn of the fleet's other processes
 			return wait
@@ -172,6 +175,21 @@ func (w *watchdog) cull(s *session, m *marks, t time.Time, point cullPoint) verd
 		w.countCulled(s, mk, point, false)
 	}
 	return gone
+}
+
+// lastCall reports whether a connection that comes back, and goes again for as long as it was in use, would come back too
+// late for the window. It goes whatever the pace says, which keeps the others: where all come back at once, as in batches,
+// a token for each time would let one go each time, and the server would close the rest together. A fleet's rate holds.
+func (w *watchdog) lastCall(s *session, mk *mark, t time.Time, point cullPoint) bool {
+	if point != pointReturn || mk.decommissioning || s.checkedOut == 0 || w.fleet.Load() != nil {
+		return false
+	}
+	begin, window := mk.since, w.window()
+	if !mk.calm.IsZero() && mk.calm.Before(begin) {
+		begin = mk.calm
+	}
+	into, used := t.Sub(begin), time.Duration(now()-s.checkedOut)
+	return into < window && into+used > time.Duration(float64(window)*lastShare)
 }
 
 // spared reports whether somebody would have to wait for a dial if the session were culled without a spare in hand: the
@@ -497,11 +515,14 @@ func (w *watchdog) apply(source sourceID, nodes map[nodeID]nodeState, asked, t t
 	s.nodes, s.asked, s.answered = nodes, asked, t
 	for id, said := range w.notices {
 		// A node that says that it is ready, or is listed as not draining, has restarted since it said goodbye. (Not so in
-		// gossip, where it only drains at the very end.)
+		// gossip, where it only drains at the very end, nor by a feed, which may know it from gossip; but where the feed has
+		// known of the drain, or of the node's end, it is told of the return.)
 		over := said[source] != nil && !nodes[id].leaving()
 		back := nodes[id].live && !nodes[id].leaving()
+		_, listed := before.nodes[id]
+		again := source == sourceFeed && len(before.nodes) > 0 && !listed
 		refutes := source == sourceReadiness || source == sourceInstances || source == sourceFeed && over
-		if n := said[sourceErrors]; n != nil && refutes && back && n.heard.Before(asked) {
+		if n := said[sourceErrors]; n != nil && back && (again || refutes && n.heard.Before(asked)) {
 			said[sourceErrors] = nil
 			changed = true
 		}

@@ -1,6 +1,7 @@
 package crdbdrain
 
 import (
+	"cmp"
 	"context"
 	"database/sql/driver"
 	"errors"
@@ -195,8 +196,10 @@ func (sp *spec) answer(source sourceID, nodes map[nodeID]nodeState, asked, t tim
 		leaves, back := state.draining || state.decommissioning, state.live && !state.draining && !state.decommissioning
 		withdrawn := w.said && !leaves
 		// A node that is listed as live and not draining has restarted since it said goodbye; gossip is too late to tell, and a
-		// feed tells it only where it has known of the drain.
-		if back && words[sourceErrors].heard.Before(asked) && (source == sourceInstances || source == sourceReadiness || source == sourceFeed && withdrawn) {
+		// feed tells it only where it has known of the drain, or has missed the node.
+		_, listedThen := said[nodeID(id)]
+		missed := source == sourceFeed && len(said) > 0 && !listedThen
+		if back && (missed || words[sourceErrors].heard.Before(asked) && (source == sourceInstances || source == sourceReadiness || source == sourceFeed && withdrawn)) {
 			words[sourceErrors] = word{}
 		}
 		if h := &words[sourceManual]; h.said && source != sourceGossip {
@@ -314,15 +317,25 @@ func (m *model) older(id nodeID, before time.Time) (n int) {
 	return n
 }
 
+// windowNow is how long a node is taken to leave connections alone.
+func (m *model) windowNow() time.Duration {
+	return cmp.Or(m.window, m.spec.learned, 10*time.Second)
+}
+
+// lastCall reports whether a connection that comes back at t, and goes again for as long as it was in use, would come back
+// too late for the window.
+func (m *model) lastCall(w *modelWire, mk *specMark, t time.Time) bool {
+	begin := mk.since
+	if !mk.calm.IsZero() && mk.calm.Before(begin) {
+		begin = mk.calm
+	}
+	into, window := t.Sub(begin), m.windowNow()
+	return m.spec.fleet == nil && !mk.leaves && w.s.checkedOut != 0 && into < window && into+time.Duration(now()-w.s.checkedOut) > window*9/10
+}
+
 // gap is the least time between two culls by the connections that have to leave, the time they have, and the stagger.
 func (m *model) gap(t time.Time) time.Duration {
-	window := m.window
-	if window == 0 {
-		window = m.spec.learned
-	}
-	if window == 0 {
-		window = 10 * time.Second
-	}
+	window := m.windowNow()
 	perSecond, all := 0.0, 0
 	for id := 1; id < modelIDs; id++ {
 		mk := &m.spec.marks[id]
@@ -935,6 +948,7 @@ const (
 type happening struct {
 	sweep   bool
 	closing bool      // the pools close what they have
+	back    bool      // the subject comes back to its pool
 	at      time.Time // the reading of the clock, where it is not now
 	subject *modelWire
 	fate    modelEnd
@@ -1195,7 +1209,7 @@ func (m *model) legal(w *modelWire, h happening, t time.Time) {
 	case !mk.on:
 		m.fail("connection %d was culled on node %d, which is not marked", w.n, w.node)
 		return
-	case !m.somewhereWas:
+	case !m.somewhereWas && !m.somewhere(t): // a spare may have landed first
 		m.fail("connection %d was culled, and there is nowhere to go", w.n)
 	case t.Sub(m.fullWas) < firstFull && !m.fullWas.IsZero():
 		m.fail("connection %d was culled %v after a server had too many", w.n, t.Sub(m.fullWas))
@@ -1210,7 +1224,7 @@ func (m *model) legal(w *modelWire, h happening, t time.Time) {
 	if h.sweep && w.by != nil && (w.by.busy && w.by.claimed || t.Sub(w.by.rest) < sweepIdle) {
 		m.fail("connection %d was swept %v after its return (busy: %v)", w.n, t.Sub(w.by.rest), w.by.busy)
 	}
-	if mk.over && !younger {
+	if (mk.over || h.back && m.lastCall(w, &mk, at)) && !younger {
 		return // not paced
 	}
 	m.paced++
@@ -1587,7 +1601,7 @@ func (m *model) giveBack(p *modelPool, mc *modelConn) {
 		s.pg = modelParts().inTx
 	}
 	ok := c.IsValid()
-	h := happening{subject: w}
+	h := happening{back: true, subject: w}
 	switch {
 	case gone:
 		h.subject = nil
@@ -1663,7 +1677,7 @@ func (m *model) late(p *modelPool, mc *modelConn) {
 	w := wireOf(s)
 	m.note("connection %d comes back, its clock is late by %d ms", w.n, int(t.Sub(at)/time.Millisecond))
 	m.somewhereWas = true // by that clock an answer may hold that does no more
-	h := happening{at: at, subject: w, fate: fateCulled}
+	h := happening{back: true, at: at, subject: w, fate: fateCulled}
 	if w.look != peekQuiet {
 		h.fate = fateLost
 	}
@@ -1800,7 +1814,7 @@ func (m *model) poolOf(c *Connector) *modelPool {
 func (m *model) spare(p *modelPool) {
 	sp := &p.c.spares
 	sp.mu.Lock()
-	wanted := sp.needed && sp.wanted.Load() && len(sp.ready) < p.c.cfg.spares
+	wanted := sp.leaving > 0 && sp.wanted.Load() && len(sp.ready) < p.c.cfg.spares
 	sp.mu.Unlock()
 	if !wanted || m.byPgx {
 		return

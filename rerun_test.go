@@ -52,6 +52,7 @@ const (
 	query   step = 'Q' // all of it, in the simple protocol
 	parse   step = 'P'
 	execute step = 'E'
+	closing step = 'C' // the end of its preparation
 )
 
 // trap does something to the first statement that fits. do ends the connection.
@@ -432,6 +433,9 @@ func (c *peerConn) serve() {
 			}
 			c.answer(c.portal)
 		case *pgproto3.Close:
+			if c.arrived(c.stmts[m.Name], closing) {
+				return
+			}
 			c.be.Send(&pgproto3.CloseComplete{})
 		case *pgproto3.Sync:
 			if c.finish() {
@@ -1006,5 +1010,57 @@ func TestGoodbyeBehindAReplyThatPgxRefuses(t *testing.T) {
 	var tooLong *pgproto3.ExceededMaxBodyLenErr
 	if !errors.As(err, &tooLong) || p.arrivals(query, query1) != 1 {
 		t.Errorf("%v, on the wire %d times; want the refused reply and once", err, p.arrivals(query, query1))
+	}
+}
+
+// Before a request pgx closes the statements that it no longer caches. A drain that this meets is no different from one that
+// the request itself meets, which has not been sent yet: pgx loses the server's notice there, and the driver does not.
+func TestGoodbyeToStatementsThatPgxCloses(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	db := openMarking(t, p, "statement_cache_capacity=1")
+	db.SetMaxOpenConns(1)
+	for name, before := range map[string][]pgproto3.BackendMessage{"at once": nil, "after CloseComplete": {&pgproto3.CloseComplete{}}} {
+		for _, pinned := range []bool{false, true} {
+			sc, err := db.Conn(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			const old, evicts, next = "UPDATE a SET x = $1", "UPDATE b SET x = $1", "UPDATE c SET x = $1"
+			for _, sql := range []string{old, evicts} {
+				if _, err := sc.ExecContext(t.Context(), sql, "1"); err != nil {
+					t.Fatal(err)
+				}
+			}
+			exec := sc.ExecContext
+			if !pinned {
+				exec = db.ExecContext
+				_ = sc.Close()
+			}
+			k := p.set(func(sql string, at step) bool { return sql == old && at == closing },
+				func(c *peerConn) { c.end(append(before, shutdown("ERROR"))...) })
+			_, err = exec(t.Context(), next, "1")
+			k.wait(t, name)
+			switch {
+			case !pinned && (err != nil || p.executions(next) != 1):
+				t.Errorf("%s: %v, executed %d times; want no error and once", name, err, p.executions(next))
+			case pinned && (sqlState(err) != "57P01" || p.executions(next) != 0):
+				t.Errorf("%s, pinned: %v, executed %d times; want 57P01 and never", name, err, p.executions(next))
+			}
+			_ = sc.Close()
+		}
+	}
+	off := open(t, p.dsn("statement_cache_capacity=1", "crdbdrain_rerun=off"), "")
+	off.SetMaxOpenConns(1)
+	for _, sql := range []string{"UPDATE a SET x = $1", "UPDATE b SET x = $1"} {
+		if _, err := off.Exec(sql, "1"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k := p.set(func(_ string, at step) bool { return at == closing }, func(c *peerConn) { c.end(shutdown("ERROR")) })
+	_, err := off.Exec("UPDATE c SET x = $1", "1")
+	k.wait(t, "off")
+	if sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) {
+		t.Errorf("crdbdrain_rerun=off: %v, want 57P01", err)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"net"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -365,5 +366,91 @@ func TestDiscardDropsTheReplacement(t *testing.T) {
 			t.Errorf("%d connections are open", n)
 		}
 		_ = s[1].bury()
+	})
+}
+
+// A feed that had missed a node and lists it again tells of its return, although the question was sent before a dial was
+// refused: it waits for news. What the feed says of a node that it has listed all along is no news of it.
+func TestAFeedTellsOfANodesReturn(t *testing.T) {
+	live := nodeState{live: true}
+	_, w := trusted(t, "")
+	said := func(nodes map[nodeID]nodeState) {
+		w.take(pollResult{answers: []answer{{source: sourceFeed, nodes: nodes, asked: time.Now().Add(-10 * time.Second)}}})
+	}
+	goodbye := func(id nodeID) {
+		w.note(id, sourceErrors, notice{since: time.Now(), heard: time.Now(), before: time.Now()})
+	}
+	said(map[nodeID]nodeState{1: live, 2: live, 3: {draining: true}})
+	said(map[nodeID]nodeState{1: live, 2: live})
+	goodbye(2)
+	goodbye(3)
+	said(map[nodeID]nodeState{1: live, 2: live, 3: live})
+	if w.markOf(2) == nil || w.markOf(3) != nil {
+		t.Errorf("node 2, which the feed has listed all along, is marked: %v; node 3, which is back: %v", w.markOf(2) != nil, w.markOf(3) != nil)
+	}
+}
+
+// However long a dial takes, no more spares are dialled than there are connections that have to leave.
+func TestNoMoreSparesThanHaveToLeave(t *testing.T) {
+	for _, tt := range []struct {
+		leaving int
+		want    int
+	}{{1, 2}, {5, 5}, {100, 2 + maxAhead}} {
+		c, w := trusted(t, "crdbdrain_spares=2")
+		w.hold(c, 1, time.Now())
+		c.spares.took.Store(int64(time.Second))
+		c.spares.retry = time.Now().Add(time.Hour) // they are counted, not made
+		c.tendSpares(tt.leaving, time.Now(), time.Millisecond)
+		c.spares.mu.Lock()
+		got := c.spares.missing(c.cfg.spares)
+		c.spares.mu.Unlock()
+		if got != tt.want {
+			t.Errorf("%d have to leave: %d dials, want %d", tt.leaving, got, tt.want)
+		}
+	}
+}
+
+// WaitDrained's error has the number of connections that are left when it gives up.
+func TestWaitDrainedCountsWhatIsLeft(t *testing.T) {
+	c, w := trusted(t, "")
+	gone := w.hold(c, 1, time.Now())
+	w.hold(c, 1, time.Now())
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error)
+	go func() { result <- c.WaitDrained(ctx, 1) }()
+	eventually(t, "it waits", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.nodes[1].empty != nil
+	})
+	w.remove(gone)
+	cancel()
+	if err := <-result; err == nil || !strings.Contains(err.Error(), ": 1 connections are left") {
+		t.Errorf("%v, want that one is left", err)
+	}
+}
+
+// A connection that was not used within the last interval is no sign that there is nowhere to go, at first.
+func TestNowhereToGoIsNotSaidTooEarly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logs := &logTrap{}
+		c, w := trusted(t, "crdbdrain_poll_interval=5s crdbdrain_sources=errors,manual", WithLogger(logs.logger()))
+		s := w.hold(c, 1, time.Now())
+		w.hold(c, 2, time.Now())
+		time.Sleep(time.Minute)
+		if err := c.SetDraining(1, true); err != nil {
+			t.Fatal(err)
+		}
+		said := func() int {
+			w.cull(s, w.marks.Load(), time.Now(), pointReturn)
+			return logs.count("nothing is culled")
+		}
+		if n := said(); n != 0 {
+			t.Errorf("%d lines in the first moment", n)
+		}
+		time.Sleep(6 * time.Second)
+		if n := said(); n != 1 {
+			t.Errorf("%d lines after more than an interval, want 1", n)
+		}
 	})
 }

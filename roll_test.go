@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"fmt"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -127,6 +128,57 @@ func TestTheDefaultPollFitsTheWindow(t *testing.T) {
 						t.Errorf("errors: %v", l.errors)
 					}
 					t.Logf("phase %d: over after %v of %v, %+v", phase, took, tt.initial+tt.timeout, db.c.Stats())
+				})
+			}
+		})
+	}
+}
+
+// Connections that are all in use and come back at the same moment, as in batches, leave within the window too, though at
+// each of those moments there is one token: what would not come back in time goes without.
+func TestConnectionsThatComeBackTogetherLeaveInTime(t *testing.T) {
+	for _, tt := range []struct{ batch, initial, timeout time.Duration }{
+		{time.Second, 2 * time.Second, 8 * time.Second},
+		{600 * time.Millisecond, 2 * time.Second, 4 * time.Second},
+		{2 * time.Second, 5 * time.Second, 10 * time.Second},
+		{3 * time.Second, 2 * time.Second, 8 * time.Second},
+	} {
+		t.Run(fmt.Sprintf("%v of %v", tt.batch, tt.initial+tt.timeout), func(t *testing.T) {
+			for phase := range 3 {
+				synctest.Test(t, func(t *testing.T) {
+					c, db := virtualPool(t, crdbdraintest.Config{Nodes: 3, Settings: crdbdraintest.Settings{
+						InitialWait: tt.initial, ConnectionsTimeout: tt.timeout, TransactionsTimeout: 10 * time.Second}}, 30,
+						"crdbdrain_window="+(tt.initial+tt.timeout).String())
+					defer c.Close()
+					defer db.Close()
+					time.Sleep(20*time.Second + time.Duration(phase)*time.Second)
+					done := make(chan struct{})
+					over := make(chan struct{})
+					go func() {
+						defer close(over)
+						for {
+							var batch sync.WaitGroup
+							for range 30 {
+								batch.Go(func() {
+									if _, err := db.Exec(fmt.Sprintf("SELECT pg_sleep(%g)", tt.batch.Seconds())); err != nil {
+										t.Errorf("phase %d: %v", phase, err)
+									}
+								})
+							}
+							batch.Wait()
+							select {
+							case <-done:
+								return
+							default:
+							}
+						}
+					}()
+					time.Sleep(5 * time.Second)
+					if d := c.Node(1).Drain(context.Background()); d.LostIdle+d.LostBusy > 0 {
+						t.Errorf("phase %d: %d idle and %d busy connections lost in %v; %+v", phase, d.LostIdle, d.LostBusy, d.Duration, db.c.Stats())
+					}
+					close(done)
+					<-over
 				})
 			}
 		})

@@ -1053,7 +1053,7 @@ func (c scheduleCounter) Add(_ context.Context, n int64, opts ...metric.AddOptio
 	p.s.mu.Unlock()
 	switch c.name {
 	case "crdbdrain.connection.culled", "crdbdrain.connection.lost", "crdbdrain.cull.throttled":
-		p.onCull(c.name, value("reason"))
+		p.onCull(c.name, value("reason"), value("point"))
 	case "crdbdrain.connection.rejected":
 		p.onRejected()
 	}

@@ -34,7 +34,7 @@ var errShutdown = configError("the connector is shutting down and opens no new c
 func (c *Connector) Shutdown(ctx context.Context) (sum ShutdownSummary, err error) {
 	start, before := time.Now(), c.returned.Load()
 	c.shutting.Store(true)
-	c.tendSpares(false, start, 0)
+	c.tendSpares(0, start, 0)
 	grace := shutdownGrace
 	if deadline, ok := ctx.Deadline(); ok {
 		grace = min(grace, time.Until(deadline)/4)

@@ -17,7 +17,7 @@ type spares struct {
 
 	mu      sync.Mutex
 	ready   []spare   // guarded by mu
-	needed  bool      // since the last time tended; guarded by mu
+	leaving int       // sessions that had to leave a node when last tended; guarded by mu
 	dialing int       // guarded by mu
 	retry   time.Time // no dial before; guarded by mu
 	failed  int       // dials in a row; guarded by mu
@@ -105,8 +105,9 @@ func (s *session) fit() bool {
 // tendSpares keeps the connector's spares, while it has sessions that have to leave a node, and closes them otherwise.
 // Only the watchdog calls it. The dials are made in the background.
 // gap is the pace's: where a dial takes longer than that, several have to be under way.
-func (c *Connector) tendSpares(need bool, t time.Time, gap time.Duration) {
+func (c *Connector) tendSpares(leaving int, t time.Time, gap time.Duration) {
 	sp := &c.spares
+	need := leaving > 0
 	if c.cfg.spares == 0 || c.cfg.mode != modeOn {
 		return
 	}
@@ -127,10 +128,10 @@ func (c *Connector) tendSpares(need bool, t time.Time, gap time.Duration) {
 	clear(sp.ready[len(kept):])
 	sp.ready = kept
 	sp.count.Store(int32(len(kept)))
-	if need && !sp.needed {
+	if need && sp.leaving == 0 {
 		sp.wanted.Store(true) // before the first cull needs one
 	}
-	sp.needed = need
+	sp.leaving = leaving
 	if !need {
 		sp.wanted.Store(false)
 		sp.waiting.Store(0)
@@ -151,8 +152,8 @@ func (c *Connector) refill(t time.Time) {
 	sp := &c.spares
 	sp.mu.Lock()
 	dial := 0
-	if sp.needed && sp.wanted.Load() && !t.Before(sp.retry) && !c.shutting.Load() {
-		dial = max(0, c.cfg.spares+int(sp.ahead.Load())-len(sp.ready)-sp.dialing)
+	if sp.leaving > 0 && sp.wanted.Load() && !t.Before(sp.retry) && !c.shutting.Load() {
+		dial = sp.missing(c.cfg.spares)
 		if w := c.watchdog.Load(); dial > 0 && w != nil && w.fleet.Load() != nil {
 			dial = boolInt(w.spareTurn(t))
 		}
@@ -166,6 +167,13 @@ func (c *Connector) refill(t time.Time) {
 			sp.mu.Unlock()
 		}
 	}
+}
+
+// missing is how many dials there are to begin, of a connector that is to have so many spares ready: in a pace that dials
+// do not keep, as many more as are needed to keep it, though not more than sessions that have to leave. sp.mu is held.
+func (sp *spares) missing(spares int) int {
+	most := max(spares, min(spares+int(sp.ahead.Load()), sp.leaving))
+	return max(0, most-len(sp.ready)-sp.dialing)
 }
 
 // spareTurn takes the process's turn to dial a spare: every process of the fleet has just heard of the drain, and whatever

@@ -79,8 +79,12 @@ const lookAfter = 250 * time.Microsecond
 // pingAfter is pgx's rule: a connection that was not used for longer is pinged before it is used again.
 const pingAfter = time.Second
 
-// maxPing bounds that ping, so that a half-open peer cannot eat the caller's deadline.
-const maxPing = time.Second
+// maxPing bounds that ping, so that a half-open peer cannot eat the caller's deadline. Where servers have lately been slow
+// to welcome a connection they are slow, and not gone: the bound is then twice what that took, at most maxSlowPing.
+const (
+	maxPing     = time.Second
+	maxSlowPing = 5 * time.Second
+)
 
 // clockStart is long ago, so that now is positive, also on the clock of testing/synctest, which begins in 2000: 0 can
 // then stand for "never".
@@ -113,10 +117,10 @@ func (s *session) shouldPing(ctx context.Context, p stdlib.ShouldPingParams) boo
 	return true
 }
 
-// ping reports whether the server answers within a second, or half of what is left of ctx if that is less: enough has
-// to be left to go elsewhere.
+// ping reports whether the server answers within maxPing, or half of what is left of ctx if that is less: enough has to
+// be left to go elsewhere.
 func (s *session) ping(ctx context.Context) bool {
-	bound := maxPing
+	bound := max(maxPing, min(2*time.Duration(s.connector.welcomed.Load()), maxSlowPing))
 	if deadline, ok := ctx.Deadline(); ok {
 		bound = min(bound, time.Until(deadline)/2)
 	}
@@ -227,15 +231,16 @@ func newConn(s *session) *conn {
 }
 
 // claim takes the session, new in the pool, from the sweep for its first user, or replaces it where the sweep was first.
+// Its error is driver.ErrBadConn to database/sql.
 func (c *conn) claim(ctx context.Context) error {
 	if c.s.w == nil || c.s.state.Load() == sessionInUse {
 		return nil
 	}
 	s := c.follow()
-	if s.state.CompareAndSwap(sessionIdle, sessionInUse) || s.state.Load() == sessionInUse || c.mend(ctx) {
+	if s.state.CompareAndSwap(sessionIdle, sessionInUse) || s.state.Load() == sessionInUse {
 		return nil
 	}
-	return driver.ErrBadConn
+	return c.mend(ctx)
 }
 
 // Conn returns pgx's connection, for callers of [database/sql.Conn.Raw].
@@ -339,8 +344,8 @@ func (c *conn) ResetSession(ctx context.Context) error {
 			s.lost(lostIdle) // pgx's ping has heard it
 		}
 	}
-	if handed && c.mend(ctx) {
-		return nil
+	if handed {
+		return c.mend(ctx)
 	}
 	return driver.ErrBadConn
 }
@@ -348,28 +353,29 @@ func (c *conn) ResetSession(ctx context.Context) error {
 // reset does what pgx's ResetSession does, which is asked itself only where it has options: it reads the clock once more.
 func (c *conn) reset(ctx context.Context, t int64) error {
 	s := c.s
+	before := s.checkedOut
+	s.checkedOut = t
 	if len(s.connector.stdOpts) > 0 {
 		return c.stdConn.ResetSession(ctx)
 	}
-	if t-s.checkedOut > int64(pingAfter) && !s.ping(ctx) {
+	if t-before > int64(pingAfter) && !s.ping(ctx) {
 		return driver.ErrBadConn
 	}
-	s.checkedOut = t
 	return nil
 }
 
 // mend replaces a session that has ended with a new one, before anything was sent on the new user's behalf. Where that
-// fails, the caller's database/sql goes on as it does with a bad connection.
-func (c *conn) mend(ctx context.Context) bool {
+// fails, the caller's database/sql goes on as it does with a bad connection, and has the reason at its last try.
+func (c *conn) mend(ctx context.Context) error {
 	if c.mended++; c.mended > maxMend {
-		return false
+		return driver.ErrBadConn
 	}
 	s := c.s.connector.takeSpare()
 	if s == nil {
 		var err error
 		// The session has ended: its place under the ceiling is its successor's.
 		if s, err = c.s.connector.connect(ctx, c.s, false); err != nil {
-			return false
+			return &rerunError{err}
 		}
 	}
 	if c.s.state.Swap(sessionGone) != sessionGone {
@@ -377,7 +383,7 @@ func (c *conn) mend(ctx context.Context) bool {
 	}
 	c.s.dropReplacement()
 	c.s, c.stdConn = s, s.std
-	return true
+	return nil
 }
 
 // Close closes the connection as pgx does.
@@ -423,6 +429,14 @@ type rerunError struct{ error }
 func (e *rerunError) Is(target error) bool { return target == driver.ErrBadConn }
 func (e *rerunError) Unwrap() error        { return e.error }
 
+// saidError is pgx's error together with the server's, which pgx has dropped.
+type saidError struct {
+	error
+	said *pgconn.PgError
+}
+
+func (e *saidError) Unwrap() []error { return []error{e.error, e.said} }
+
 // errAgain tells a request to run again: its session has been replaced.
 var errAgain = errors.New("crdbdrain: again")
 
@@ -432,7 +446,7 @@ type request struct {
 	first   bool // since the checkout: the session has no state that the holder could miss
 }
 
-// begin is called before a request is sent. Its error is driver.ErrBadConn.
+// begin is called before a request is sent. Its error is claim's.
 func (c *conn) begin(ctx context.Context) (request, error) {
 	if c.s.w == nil {
 		return request{}, nil
@@ -470,22 +484,30 @@ func (c *conn) settle(ctx context.Context, err error, r request, kind rerunKind)
 	if words != goodbyeNone || ctx.Err() == nil && s.w.isMarked(s) {
 		s.lost(lostActive)
 	}
-	if !s.connector.cfg.rerun || !r.outside || ctx.Err() != nil {
+	if ctx.Err() != nil {
 		return err
+	}
+	said := err
+	if bye := s.link.bye; bye != nil && sqlState(err) == "" && !errors.Is(err, driver.ErrBadConn) {
+		// pgx has lost it: it closes statements that it no longer caches before it sends the request, in a pipeline of their own.
+		said = &saidError{err, bye}
+	}
+	if !s.connector.cfg.rerun || !r.outside {
+		return said
 	}
 	again := errors.Is(err, driver.ErrBadConn) || // pgx had not sent it
-		// The notice may stand behind the ReadyForQuery of a reply that pgx has refused: it has to be the answer.
-		words == goodbyeClean && sqlState(err) == stateAdminShutdown || s.link.unsent.Load() ||
+		// The notice may stand behind the ReadyForQuery of a reply that pgx has refused: it has to be the answer, or the only one.
+		words == goodbyeClean && (sqlState(err) == stateAdminShutdown || s.link.nothingRan()) || s.link.unsent.Load() ||
 		kind != rerunStatement && !pgconn.Timeout(err) && (words != goodbyeNone || sqlState(err) == "")
 	if !again {
-		return err
+		return said
 	}
 	s.connector.countRerun(kind)
-	if r.first && c.mend(ctx) {
+	if r.first && c.mend(ctx) == nil {
 		c.s.link.begin()
 		return errAgain
 	}
-	return &rerunError{err}
+	return &rerunError{said}
 }
 
 func (c *conn) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {

@@ -26,6 +26,7 @@ type watchdog struct {
 	marks   atomic.Pointer[marks] // nil: no node is marked. The one thing that the hot path looks at
 	rule    atomic.Uint32         // rule*: whether the PIDs of this cluster tell the node
 	pace    pace
+	askNext atomic.Int64 // by now(): until then new connections are not asked for their node
 	nowhere atomic.Bool  // said that there is nowhere to go
 	noticed atomic.Int64 // now(), when a source last said that a node leaves
 	learned atomic.Int64 // the window by the server's settings, a duration; 0: not known
@@ -479,7 +480,7 @@ type sweeper struct {
 	idle    []*session
 	listed  time.Time
 	scratch []*session
-	need    map[*Connector]bool // these have some that have to leave
+	need    map[*Connector]int  // so many of theirs have to leave
 	unready map[*Connector]bool // and these no spare in hand
 }
 
@@ -498,7 +499,7 @@ func (s *sweeper) sweep(w *watchdog) time.Duration {
 	if m == nil {
 		*s = sweeper{} // it keeps nothing that has ended
 		for _, c := range w.connectors() {
-			c.tendSpares(false, t, 0)
+			c.tendSpares(0, t, 0)
 		}
 		return 0
 	}
@@ -599,7 +600,7 @@ func (s *sweeper) list(w *watchdog, m *marks) {
 	old := now() - int64(sweepIdle)
 	s.scratch = s.scratch[:0]
 	if s.need == nil {
-		s.need, s.unready = make(map[*Connector]bool), make(map[*Connector]bool)
+		s.need, s.unready = make(map[*Connector]int), make(map[*Connector]bool)
 	}
 	clear(s.need)
 	w.mu.Lock()
@@ -609,7 +610,7 @@ func (s *sweeper) list(w *watchdog, m *marks) {
 				continue
 			}
 			if !mk.decommissioning || c.opened.Before(mk.before) {
-				s.need[c.connector] = true
+				s.need[c.connector]++
 			}
 			// A replacement that waits for its place is nobody's yet: sweepPending gives it up.
 			if c.state.Load() == sessionIdle && c.idled.Load() <= old && c.opened.Before(mk.before) && !c.wouldBe.Load() && !c.reserve.Load() {
