@@ -964,6 +964,31 @@ func TestRerunOff(t *testing.T) {
 	if sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) || p.arrivals(query, insert) != 1 {
 		t.Errorf("%v, on the wire %d times; want 57P01 and once", err, p.arrivals(query, insert))
 	}
+	if !canPeek {
+		return
+	}
+	// Then a connection is looked at however short it was idle.
+	dc, err := db.c.Connect(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dc.Close()
+	c := dc.(*conn)
+	for range 2 { // at its first checkout pgx pings a connection
+		if _, err := c.ExecContext(t.Context(), insert, nil); err != nil || !c.IsValid() || c.ResetSession(t.Context()) != nil {
+			t.Fatal(err)
+		}
+	}
+	if !c.IsValid() {
+		t.Fatal("not valid")
+	}
+	p.endIdle(sayGoodbye)
+	eventually(t, "the goodbye arrives", func() bool { return c.s.link.peeker.peek() != peekQuiet })
+	dead := c.s
+	c.s.idled.Store(now())
+	if err := c.ResetSession(t.Context()); err == nil && c.s == dead {
+		t.Error("a connection that the server has closed is handed out")
+	}
 }
 
 // A 57P01 with another text (a proxy's idle timeout, an administrator) says nothing about a drain: nothing is run again,

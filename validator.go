@@ -73,7 +73,7 @@ const sweepIdle = 100 * time.Millisecond
 
 // lookAfter is how long a session has to have been idle before its socket is looked at. One that has just come back has
 // just been read from. The server may say goodbye in the meantime, as it may right after a look: what is sent then is
-// answered by its notice, and runs again elsewhere.
+// answered by its notice, and runs again elsewhere. Where nothing is run again, every one is looked at.
 const lookAfter = 250 * time.Microsecond
 
 // pingAfter is pgx's rule: a connection that was not used for longer is pinged before it is used again.
@@ -327,7 +327,7 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	if !bad && s.pg.TxStatus() != 'I' {
 		return driver.ErrBadConn // whoever had it left a transaction open, and a wrapper hides IsValid
 	}
-	if !bad && s.dead(ctx, !hidden && idle < lookAfter) {
+	if !bad && s.dead(ctx, !hidden && idle < lookAfter && s.connector.cfg.rerun) {
 		bad = true
 	} else if m := s.w.marks.Load(); !bad && m != nil && (hidden || !handed || m.overFor(s)) {
 		if s.w.cull(s, m, time.Now(), pointCheckout) == gone {
