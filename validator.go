@@ -431,11 +431,12 @@ func (e *rerunError) Unwrap() error        { return e.error }
 
 // saidError is pgx's error together with the server's, which pgx has dropped.
 type saidError struct {
-	error
+	err  error
 	said *pgconn.PgError
 }
 
-func (e *saidError) Unwrap() []error { return []error{e.error, e.said} }
+func (e *saidError) Error() string   { return e.err.Error() + ": " + e.said.Error() }
+func (e *saidError) Unwrap() []error { return []error{e.err, e.said} }
 
 // errAgain tells a request to run again: its session has been replaced.
 var errAgain = errors.New("crdbdrain: again")
