@@ -108,9 +108,13 @@ func FuzzDSNIsPgxs(f *testing.F) {
 		}
 		c, err := parseConfig(with)
 		plain, plainErr := parseConfig(dsn)
+		ours, pgxErr := pgx.ParseConfig(with)
 		if err != nil {
 			checkSecrets(t, with, err)
 			wantShort(t, err)
+			if pgxErr != nil || ours.RuntimeParams[key] != value {
+				return // where dsn ends, a parameter is not what it seems to be
+			}
 			if own := (&config{pgx: cc.Copy()}); plainErr == nil && own.accepts(key, value) && !mustBeTogether(key) {
 				t.Errorf("%q is refused: %v; without %s it is not, and the value is good", with, err, key)
 			}
