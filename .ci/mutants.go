@@ -38,7 +38,7 @@ var mutants = []mutant{
 	{"the pace is not fitted to the window", "limiter.go", "return min(stagger, time.Duration(float64(time.Second)/perSecond))", "return stagger", "TestH07|TestGap"},
 	{"what comes back for the last time waits for the pace", "marks.go", "!mk.over && !w.lastCall(s, mk, t, point)", "!mk.over", "TestConnectionsThatComeBack"},
 	{"more spares are dialled than have to leave", "spares.go", "min(spares+int(sp.ahead.Load()), sp.leaving)", "spares+int(sp.ahead.Load())", "TestNoMoreSpares"},
-	{"a feed does not tell of a node's return", "marks.go", "(again || refutes && n.heard.Before(asked))", "refutes && n.heard.Before(asked)", "TestAFeedTells"},
+	{"a feed does not tell of a node's return", "marks.go", "(again || refutes && n.heard.Before(asked))", "(again && false || refutes && n.heard.Before(asked))", "TestAFeedTells"},
 	{"a slow server is taken for one that is gone", "validator.go", "max(maxPing, min(2*time.Duration(s.connector.welcomed.Load()), maxSlowPing))", "maxPing", "TestSlowServers"},
 	{"a node that does not say its ID fails the dial", "connector.go", "if errors.Is(err, errUnanswered) {", "if false {", "TestANodeThatDoes"},
 	{"a late notice does not hurry the pool", "limiter.go", "!calm.IsZero() && hurry.Before(target)", "false", "TestNeed|TestTheDefaultPoll"},
