@@ -62,6 +62,7 @@ var modelSeeds = []uint64{
 	8244000850925995992,                      // a replacement in hand was swept
 	6751283232953664772, 5085904496103348505, // a dead feed's share outlived a suspension
 	1753745733466758896, 4904206978445553879, // a closed pool's connection was the oldest past its TTL
+	9067148195206400616, // a pool with a shorter interval joined after the marks had been made
 }
 
 // modelCounts are what the schedules came to.
@@ -116,7 +117,7 @@ type spec struct {
 	last    [numSources]map[nodeID]nodeState // its last one; it may hold for longer by the settings of then
 	at      [numSources]time.Time
 	asked   [numSources]time.Time
-	good    [numSources]time.Time // until when it was to hold by the settings of then
+	good    [numSources]time.Time // until when it was to hold by the settings of any moment since
 	back    [modelIDs]int64       // gossip's epoch at which the node has come back, while gossip has yet to hear of it
 	isBack  [modelIDs]bool
 	reached [modelIDs]bool      // there was a connection to it
@@ -1049,6 +1050,9 @@ func (m *model) after(h happening) {
 	m.open = kept
 	if m.w == nil {
 		return
+	}
+	for source := range m.spec.good { // the marks may have been made anew in this event
+		m.spec.good[source] = maxTime(m.spec.good[source], m.spec.at[source].Add(m.keepOf(sourceID(source))))
 	}
 	m.drainsAt(t)
 	m.check(h)
