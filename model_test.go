@@ -62,6 +62,7 @@ var modelSeeds = []uint64{
 	8244000850925995992,                      // a replacement in hand was swept
 	6751283232953664772, 5085904496103348505, // a dead feed's share outlived a suspension
 	1753745733466758896, 4904206978445553879, // a closed pool's connection was the oldest past its TTL
+	7346171673584044777, // a decommissioning was over, and a drain begun, in one event
 	9067148195206400616, // a pool with a shorter interval joined after the marks had been made
 }
 
@@ -1263,7 +1264,8 @@ func (m *model) check(h happening) {
 		// Of what comes to be in one event either order is right: the last connection had left before another landed, before one
 		// became one that has to leave, or before the drain was heard of, which then began with none.
 		if more := m.log.ended[id].Load() - m.spec.ended[id]; m.heard[id] && (more == 1 || more == -1 && d.fresh) {
-			d.over = true
+			// The end can be that of the decommissioning before.
+			d.over = more == -1 || !d.fresh || m.older(nodeID(id), want.before) == 0
 			m.spec.ended[id] += more
 		}
 		d.fresh = false
