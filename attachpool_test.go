@@ -474,3 +474,23 @@ func TestAttachPoolBeforeConnectOfTheWatchdog(t *testing.T) {
 	})
 	eventually(t, "the source works", func() bool { return con.watchdog.Load().status(sourceInstances).state == sourceOK })
 }
+
+// A connection is looked at however short it was idle: nothing runs again in a pgxpool.
+func TestAttachPoolLooksAtEveryConnection(t *testing.T) {
+	needPeek(t)
+	peer := startPeer(t, false)
+	p, _ := attach(t, peer.dsn(), "connect_timeout=10", 1, nil)
+	c, err := p.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := sessionIn(c.Conn())
+	c.Release()
+	eventually(t, "it is back", func() bool { return s.state.Load() == sessionIdle })
+	peer.endIdle(sayGoodbye)
+	eventually(t, "the goodbye arrives", func() bool { return s.link.peeker.apart() != peekQuiet })
+	s.idled.Store(now())
+	if s.checkout(t.Context()) {
+		t.Error("a connection that the server has closed is handed out")
+	}
+}

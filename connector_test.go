@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgproto3"
+	"github.com/jackc/pgx/v5/stdlib"
 
 	"github.com/crdbdrain/crdbdrain/crdbdraintest"
 )
@@ -459,4 +460,65 @@ func TestSlowServersAreNotGone(t *testing.T) {
 			t.Errorf("%d dials, want none but the first 4", n)
 		}
 	})
+}
+
+// An option that puts its own hook into the place of the driver's leaves pgx, and one line that says so.
+func TestAnOptionThatMakesTheDriverDeafIsNamed(t *testing.T) {
+	t.Parallel()
+	p := startPeer(t, false)
+	cc, err := pgx.ParseConfig(p.dsn())
+	if err != nil {
+		t.Fatal(err)
+	}
+	logs := &logTrap{}
+	c, err := NewConnector(cc, WithLogger(logs.logger()), WithStdlibOptions(stdlib.OptionBeforeConnect(func(_ context.Context, cc *pgx.ConnConfig) error {
+		cc.AfterNetConnect = nil
+		return nil
+	})))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	for range 2 {
+		dc, err := c.Connect(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = dc.Close()
+	}
+	if n := logs.count("replaces AfterNetConnect"); n != 1 {
+		t.Errorf("%d lines, want 1", n)
+	}
+}
+
+// A connection that was handed over dead, and whose replacement every node refuses, is a bad one to database/sql; at its last
+// try the caller has the reason.
+func TestARefusedReplacementHasItsReason(t *testing.T) {
+	t.Parallel()
+	needPeek(t)
+	p := startPeer(t, false)
+	var draining atomic.Bool
+	p.refuse = func(int) *pgproto3.ErrorResponse {
+		if draining.Load() {
+			return refusal()
+		}
+		return nil
+	}
+	db := open(t, p.dsn(), "")
+	dc, err := db.c.Connect(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dc.Close()
+	c := dc.(*conn)
+	if _, err := c.ExecContext(t.Context(), "UPDATE t SET x = 1", nil); err != nil || !c.IsValid() {
+		t.Fatal(err)
+	}
+	draining.Store(true)
+	p.endIdle(sayGoodbye)
+	eventually(t, "the goodbye arrives", func() bool { return c.s.link.peeker.peek() != peekQuiet })
+	c.returned = false // as where IsValid is hidden: every connection may then have been handed over
+	if err := c.ResetSession(t.Context()); !errors.Is(err, driver.ErrBadConn) || sqlState(err) != "57P01" {
+		t.Errorf("%v, want driver.ErrBadConn with the node's 57P01", err)
+	}
 }
