@@ -25,7 +25,7 @@ import (
 // FeedConfig is how a drain feed behaves. The zero value lets everybody read and nobody mark.
 type FeedConfig struct {
 	// TokenFile holds the bearer tokens that may read the feed, one a line; empty lines and those that begin with # are
-	// none. It is read again when it has changed. Empty: no token is asked for.
+	// none. It is 64 KiB at most, and is read again when it has changed. Empty: no token is asked for.
 	TokenFile string
 	// MarkTokenFile holds, in the same form, the bearer tokens that may mark nodes by hand. Empty: nobody may.
 	MarkTokenFile string
@@ -606,11 +606,10 @@ func (f *tokenFile) load() error {
 	if err != nil {
 		return err
 	}
-	text, err := io.ReadAll(io.LimitReader(file, maxTokenFile))
+	tokens, err := readTokens(file)
 	if err != nil {
 		return err
 	}
-	tokens := parseTokens(text)
 	if len(tokens) == 0 {
 		return configErrorf("%s has no token", f.path)
 	}

@@ -42,9 +42,9 @@ type link struct {
 	head    [5]byte // guarded by mu, like all below
 	have    int     // bytes of head read
 	left    uint32  // bytes of the body to come
-	body    []byte  // the start of an ErrorResponse's body
-	err     bool    // an error came since the last ReadyForQuery
-	replied bool    // since the request began, a reply came that execution may have produced
+	fields  errorFields
+	err     bool // an error came since the last ReadyForQuery
+	replied bool // since the request began, a reply came that execution may have produced
 
 	bye   *pgconn.PgError // the goodbye, once pgx has seen it; pgx's goroutine's
 	first *pgconn.PgError // the last error but the goodbye that pgx has seen; pgx's goroutine's
@@ -56,9 +56,6 @@ const (
 	goodbyeReplied // the shutdown notice came after such a reply
 	goodbyeErrored // the shutdown notice came after the request's own error (57014 from a drain's deadline)
 )
-
-// maxErrorBody is how much of an ErrorResponse is kept to recognise the notice. Severity, code and message come first.
-const maxErrorBody = 1024
 
 var _ io.ReadWriter = (*link)(nil)
 
@@ -168,11 +165,11 @@ func (l *link) follow(p []byte) {
 			}
 			length := binary.BigEndian.Uint32(l.head[1:])
 			l.left = max(length, 4) - 4 // pgx refuses a shorter one
-			l.body = l.body[:0]
+			l.fields.reset()
 		} else {
 			n := uint32(min(uint64(l.left), uint64(len(p))))
 			if l.head[0] == 'E' {
-				l.body = append(l.body, p[:min(int(n), maxErrorBody-len(l.body))]...)
+				l.fields.add(p[:n])
 			}
 			l.left -= n
 			p = p[n:]
@@ -199,7 +196,7 @@ func (l *link) message(kind byte) {
 		l.replied = false
 		clearFlag(&l.wrote)
 	case 'E':
-		if isGoodbye(errorFields(l.body)) {
+		if l.fields.ended && isGoodbye(l.fields.code, l.fields.message) {
 			l.goodbye()
 			return
 		}
@@ -230,21 +227,39 @@ func (l *link) goodbye() {
 	l.words.CompareAndSwap(goodbyeNone, said)
 }
 
-// errorFields returns the SQLSTATE and the message of an ErrorResponse's body.
-func errorFields(body []byte) (code, message string) {
-	for len(body) > 1 && body[0] != 0 {
-		field := body[0]
-		value, rest, whole := bytes.Cut(body[1:], []byte{0})
-		if !whole {
-			break // cut off by maxErrorBody: not the text that it seems to be
+// errorFields reads the SQLSTATE and the message out of an ErrorResponse's body as it comes in. Where a field comes
+// twice the last counts, as for pgx, so all of the body is read, however long it is.
+type errorFields struct {
+	code, message string // of a longer text the first maxErrorField bytes
+	ended         bool   // the terminator came
+	field         byte   // whose value is being read; 0 between two
+	value         []byte // what has come of it
+}
+
+// maxErrorField is how much of a field is kept: enough to tell that it is not the notice's.
+const maxErrorField = 64
+
+func (f *errorFields) reset() { *f = errorFields{value: f.value[:0]} }
+
+func (f *errorFields) add(p []byte) {
+	for len(p) > 0 && !f.ended {
+		if f.field == 0 {
+			f.field, f.value = p[0], f.value[:0]
+			f.ended = f.field == 0
+			p = p[1:]
+			continue
 		}
-		switch field {
-		case 'C':
-			code = string(value)
-		case 'M':
-			message = string(value)
+		value, rest, whole := bytes.Cut(p, []byte{0})
+		f.value = append(f.value, value[:min(len(value), maxErrorField-len(f.value))]...)
+		if whole {
+			switch f.field {
+			case 'C':
+				f.code = string(f.value)
+			case 'M':
+				f.message = string(f.value)
+			}
+			f.field = 0
 		}
-		body = rest
+		p = rest
 	}
-	return code, message
 }

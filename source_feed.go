@@ -308,15 +308,26 @@ func readToken(path string) (string, error) {
 		return "", fmt.Errorf("crdbdrain_feed_token_file: %w", err)
 	}
 	defer file.Close()
-	text, err := io.ReadAll(io.LimitReader(file, maxTokenFile))
+	tokens, err := readTokens(file)
 	if err != nil {
 		return "", fmt.Errorf("crdbdrain_feed_token_file: %w", err)
 	}
-	tokens := parseTokens(text)
 	if len(tokens) == 0 {
 		return "", errors.New("crdbdrain_feed_token_file: no token")
 	}
 	return tokens[0], nil
+}
+
+// readTokens reads a file of tokens. One that is too large is not taken in part: a piece of a token would pass for a token.
+func readTokens(file *os.File) ([]string, error) {
+	text, err := io.ReadAll(io.LimitReader(file, maxTokenFile+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(text) > maxTokenFile {
+		return nil, fmt.Errorf("%s is larger than %d bytes", file.Name(), maxTokenFile)
+	}
+	return parseTokens(text), nil
 }
 
 // parseTokens reads a file of tokens, one a line. Empty lines and those that begin with # are none, nor is what would not

@@ -271,17 +271,23 @@ func (t *target) nodeID(ctx context.Context) (nodeID, error) {
 	if resp.StatusCode != http.StatusOK {
 		return 0, fmt.Errorf("/_status/vars answers %d", resp.StatusCode)
 	}
-	lines := bufio.NewScanner(io.LimitReader(resp.Body, maxVarsBody))
-	lines.Buffer(nil, 64<<10)
-	for lines.Scan() {
-		if id, ok := nodeIDGauge(lines.Text()); ok {
-			return id, nil
+	body := &io.LimitedReader{R: resp.Body, N: maxVarsBody}
+	lines := bufio.NewReaderSize(body, 64<<10)
+	for {
+		line, err := lines.ReadSlice('\n')
+		// The end of an answer that was cut off is no line: node 12 would pass for node 1.
+		if err == nil || err == io.EOF && body.N > 0 {
+			if id, ok := nodeIDGauge(string(line)); ok {
+				return id, nil
+			}
+		}
+		if err == io.EOF {
+			return 0, errors.New("/_status/vars has no usable gauge node_id")
+		}
+		if err != nil {
+			return 0, fmt.Errorf("/_status/vars: %w", err)
 		}
 	}
-	if err := lines.Err(); err != nil {
-		return 0, fmt.Errorf("/_status/vars: %w", err)
-	}
-	return 0, errors.New("/_status/vars has no usable gauge node_id")
 }
 
 // nodeIDGauge reads a line such as

@@ -345,8 +345,9 @@ func TestReadinessHostileVars(t *testing.T) {
 		{"node 2^31", "node_id{} 2147483648\n", "/_status/vars has no usable gauge node_id"},
 		{"node NaN", "node_id{} NaN\n", "/_status/vars has no usable gauge node_id"},
 		{"half a node", "node_id{} 1.5\n", "/_status/vars has no usable gauge node_id"},
-		{"a line of 100 kB", strings.Repeat("x", 100<<10) + "\nnode_id 3\n", "/_status/vars: bufio.Scanner: token too long"},
+		{"a line of 100 kB", strings.Repeat("x", 100<<10) + "\nnode_id 3\n", "/_status/vars: bufio: buffer full"},
 		{"the gauge behind 16 MB", strings.Repeat("metric_of_another_kind{store=\"1\"} 123456789\n", 17<<20/44) + "node_id 3\n", "/_status/vars has no usable gauge node_id"},
+		{"the gauge cut off at 16 MB", strings.Repeat("#\n", maxVarsBody/2-5) + "node_id 12\n", "/_status/vars has no usable gauge node_id"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
@@ -355,6 +356,42 @@ func TestReadinessHostileVars(t *testing.T) {
 			nodes, err := pollNow(t, readinessOf(t, &logTrap{}, "", n.URL))
 			wantNodes(t, nodes, err, nil, "no endpoint answers: "+tt.want)
 		})
+	}
+}
+
+// A node that dies while it answers is not another one: of "node_id 12" the half is "node_id 1".
+func TestReadinessHalfAGauge(t *testing.T) {
+	t.Parallel()
+	whole, _, _ := strings.Cut(fmt.Sprintf(honestVars, 12), "\nafter")
+	for _, tt := range []struct {
+		name string
+		vars string
+		cut  bool
+		want nodeID
+	}{
+		{"whole", whole + "\n", false, 12},
+		{"whole, and no newline at the end", whole, false, 12},
+		{"cut off behind the line", whole + "\n", true, 12},
+		{"cut off in the number", whole[:len(whole)-1], true, 0},
+		{"cut off behind the number", whole, true, 0},
+	} {
+		srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/_status/vars" {
+				_, _ = io.WriteString(w, tt.vars)
+				if tt.cut {
+					_ = http.NewResponseController(w).Flush()
+					panic(http.ErrAbortHandler)
+				}
+			}
+		}))
+		r := readinessOf(t, &logTrap{}, "", srv.URL)
+		nodes, err := pollNow(t, r)
+		if tt.want != 0 {
+			wantNodes(t, nodes, err, map[nodeID]nodeState{tt.want: {live: true}}, "")
+		} else {
+			wantNodes(t, nodes, err, nil, "no endpoint answers: /_status/vars: unexpected EOF")
+		}
+		srv.Close()
 	}
 }
 

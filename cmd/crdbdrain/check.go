@@ -135,9 +135,13 @@ func parseDSN(flags *flag.FlagSet, args []string) (dsn string, err error) {
 
 // readDSN reads a DSN from standard input.
 func readDSN(r io.Reader) (string, error) {
-	text, err := io.ReadAll(io.LimitReader(r, 64<<10))
+	const maxDSN = 64 << 10
+	text, err := io.ReadAll(io.LimitReader(r, maxDSN+1))
 	if err != nil {
 		return "", fmt.Errorf("cannot read the DSN: %w", err)
+	}
+	if len(text) > maxDSN {
+		return "", usageError(fmt.Sprintf("what is on standard input is longer than %d bytes: one line with a DSN is wanted", maxDSN))
 	}
 	dsn := strings.TrimSpace(string(text))
 	if dsn == "" || strings.Contains(dsn, "\n") {

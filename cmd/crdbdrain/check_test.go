@@ -124,11 +124,11 @@ func TestCheckCommandOnPostgres(t *testing.T) {
 func TestCheckReadsTheDSN(t *testing.T) {
 	c := windowed(t, crdbdraintest.Config{})
 	defer func(r interface{ Read([]byte) (int, error) }) { stdin = r }(stdin)
-	for text, want := range map[string]int{c.DSN() + "\n": exitLimited, "": exitUsage, c.DSN() + "\n" + c.DSN(): exitUsage} {
+	for text, want := range map[string]int{c.DSN() + "\n": exitLimited, "": exitUsage, c.DSN() + "\n" + c.DSN(): exitUsage, c.DSN() + strings.Repeat(" ", 64<<10) + "x": exitUsage} {
 		stdin = strings.NewReader(text)
 		var stdout, stderr bytes.Buffer
 		if status := run(t.Context(), []string{"check", "-"}, &stdout, &stderr); status != want {
-			t.Errorf("%q: exit status %d, want %d; %s", text, status, want, &stderr)
+			t.Errorf("%.200q: exit status %d, want %d; %s", text, status, want, &stderr)
 		}
 	}
 }
