@@ -226,7 +226,7 @@ func (s *session) checkout(ctx context.Context) bool {
 	}
 	t := now()
 	idle := time.Duration(t - s.idled.Load())
-	if s.dead(ctx, false) || idle > pingAfter && !s.ping(ctx) {
+	if s.dead(ctx) || idle > pingAfter && !s.ping(ctx) {
 		if s.link.words.Load() != goodbyeNone {
 			s.lost(lostIdle)
 		}

@@ -145,7 +145,6 @@ func TestAttachPoolUnannouncedDrain(t *testing.T) {
 	p, con := attach(t, c.DSN(), "crdbdrain_poll_interval=1s", 18, nil)
 	con.watchdog.Load().rule.CompareAndSwap(ruleUnknown, ruleHolds)
 	// Idle ones: every one of the node's is closed, and nobody notices.
-	time.Sleep(lookAfter)
 	c.Node(1).Drain(t.Context())
 	w := con.watchdog.Load()
 	eventually(t, "the load balancer has passed the ends on", func() bool {

@@ -149,7 +149,7 @@ var schemeSyntax = regexp.MustCompile(`^[A-Za-z0-9+.-]*$`)
 // stricter than pgx where a piece of a password may have strayed, or where a byte could change
 // what the startup message or a log line says.
 func parseConfig(dsn string) (*config, error) {
-	if strings.HasPrefix(dsn, "registeredConnConfig") {
+	if strings.HasPrefix(dsn, "registeredConnConfig") && !strings.Contains(dsn, "=") {
 		return nil, configErrorf("a config registered with stdlib.RegisterConnConfig has no DSN: pass the config itself to NewConnector")
 	}
 	if scheme, rest, ok := strings.Cut(dsn, "://"); ok && schemeSyntax.MatchString(scheme) {
@@ -383,8 +383,10 @@ func (h hostPort) String() string {
 // them twice: with TLS and without.
 func (c *config) hosts() []hostPort {
 	hosts := []hostPort{{c.pgx.Host, c.pgx.Port}}
+	seen := map[hostPort]bool{hosts[0]: true}
 	for _, f := range c.pgx.Fallbacks {
-		if h := (hostPort{f.Host, f.Port}); !slices.Contains(hosts, h) {
+		if h := (hostPort{f.Host, f.Port}); !seen[h] {
+			seen[h] = true
 			hosts = append(hosts, h)
 		}
 	}

@@ -407,11 +407,6 @@ func (r *faultRun) prepare() (call func(context.Context) error) {
 	}
 	call = insert
 	switch r.cell.at {
-	case "idle":
-		call = func(ctx context.Context) error {
-			time.Sleep(10 * lookAfter) // for less, the driver does not look at it, as it says
-			return insert(ctx)
-		}
 	case "rows":
 		call = func(ctx context.Context) error {
 			rows, err := r.db.QueryContext(ctx, faultSelect, "a")

@@ -339,6 +339,7 @@ var hostileFeeds = map[string]http.HandlerFunc{
 	"HTML":               func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "<html>hello</html>") },
 	"half a document":    text(`{"version":1,"cluster":"x","nodes":[{"id":1,"state":"active"}`),
 	"two documents":      text(`{"version":1,"cluster":"C","nodes":[{"id":1,"state":"active"}]}{"version":1}`),
+	"a brace too many":   text(`{"version":1,"cluster":"C","nodes":[{"id":1,"state":"draining"},{"id":2,"state":"active"}]}}`),
 	"another version":    text(`{"version":2,"cluster":"C","nodes":[{"id":1,"state":"draining"},{"id":2,"state":"active"}]}`),
 	"another cluster":    text(`{"version":1,"cluster":"other","nodes":[{"id":1,"state":"draining"},{"id":2,"state":"active"}]}`),
 	"no nodes":           text(`{"version":1,"cluster":"C","nodes":[]}`),

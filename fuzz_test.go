@@ -93,7 +93,7 @@ func FuzzDSNIsPgxs(f *testing.F) {
 			t.Skip()
 		}
 		cc, err := pgx.ParseConfig(dsn)
-		if err != nil {
+		if err != nil || readElsewhere(dsn, cc) {
 			t.Skip()
 		}
 		with := key + "='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(value) + "' " + dsn
@@ -130,6 +130,18 @@ func FuzzDSNIsPgxs(f *testing.F) {
 			}
 		}
 	})
+}
+
+// readElsewhere reports whether the target cannot tell where in the DSN a key is to be added, or has one there already: a
+// URL of a scheme that is not pgx's, a '?' in the brackets of a host, our keys percent-encoded.
+func readElsewhere(dsn string, cc *pgx.ConnConfig) bool {
+	for param := range cc.RuntimeParams {
+		if strings.Contains(strings.ToLower(param), ownPrefix) {
+			return true
+		}
+	}
+	return strings.HasPrefix(dsn, "cockroach://") || strings.HasPrefix(dsn, "cockroachdb://") ||
+		slices.ContainsFunc((&config{pgx: cc}).hosts(), func(h hostPort) bool { return strings.Contains(h.host, "?") })
 }
 
 // accepts reports whether the value is one of the key's.
@@ -172,7 +184,7 @@ func FuzzDSNSecret(f *testing.F) {
 			}
 			dsn = "host=h password=" + before + canary + after + " " + params
 		}
-		if mayNameAFile(dsn) {
+		if mayNameAFile(dsn) || strings.Count(dsn, canary) > 1 {
 			t.Skip()
 		}
 		if _, err := parseConfig(dsn); err != nil {
@@ -248,7 +260,7 @@ func response(status int, body []byte) *http.Response {
 }
 
 // gaugeLine is the gauge as the text format has it: labels, whose quoted values may hold anything, and the value.
-var gaugeLine = regexp.MustCompile(`^node_id(\{.*\})?\s*(\S*)( .*)?\s*$`)
+var gaugeLine = regexp.MustCompile(`^node_id(\{.*\})?[ \t\r]*([0-9.eE+]+)([ \t\r].*)?$`)
 
 // FuzzReadinessAnswers: whatever an endpoint answers, a poll takes it whole or leaves what was known.
 func FuzzReadinessAnswers(f *testing.F) {
@@ -375,7 +387,7 @@ func FuzzFeedRequest(f *testing.F) {
 	f.Add("POST", "/v1/drain/2", "for=1h", "Bearer hunter2", "", "")
 	f.Add("DELETE", "/v1/drain/0", "for=-1h", "Bearer hunter", "*", strings.Repeat("x", 100))
 	f.Add("POST", "/v1/drain/../drain/%31", "for=1h&for=2h", "", "", "\x00")
-	statuses := []int{200, 204, 307, 400, 401, 403, 404, 405, 409, 503}
+	statuses := []int{200, 204, 304, 307, 400, 401, 403, 404, 405, 409, 503}
 	f.Fuzz(func(t *testing.T, method, path, query, authorization, match, client string) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel() // nobody waits
@@ -409,6 +421,7 @@ func FuzzTokens(f *testing.F) {
 	f.Add([]byte("# comment\n\nhunter2\r\nsecond \n"), "Bearer second")
 	f.Add([]byte("with a space\n\xff\xfe\n\x00"), "Bearer with a space")
 	f.Add([]byte("#only\n"), "bearer #only")
+	f.Add([]byte("\ufefffirst\n"), "Bearer first")
 	f.Add([]byte(strings.Repeat("#\n", maxTokenFile/2-1)+"hunter2\n"), "bearer hu") // cut off at the bound, "hu" would open
 	f.Fuzz(func(t *testing.T, text []byte, header string) {
 		if err := os.WriteFile(path, text, 0o600); err != nil {
@@ -424,7 +437,7 @@ func FuzzTokens(f *testing.F) {
 			return
 		}
 		var lines []string
-		for line := range strings.SplitSeq(string(text), "\n") {
+		for line := range strings.SplitSeq(strings.TrimPrefix(string(text), "\ufeff"), "\n") {
 			lines = append(lines, strings.TrimSpace(line))
 		}
 		tokens := parseTokens(text)
@@ -441,6 +454,8 @@ func FuzzTokens(f *testing.F) {
 			if tok == "" || tok[0] == '#' || strings.ContainsFunc(tok, func(r rune) bool { return r < '!' || r > '~' }) || !slices.Contains(lines, tok) {
 				t.Errorf("token %q", tok)
 			}
+		}
+		for _, tok := range append(slices.Clip(tokens[:min(len(tokens), 16)]), tokens[len(tokens)-1]) { // each is compared with all
 			if !file.allows("Bearer " + tok) {
 				t.Errorf("%q is in the file and does not open", tok)
 			}
@@ -455,13 +470,18 @@ func FuzzTokens(f *testing.F) {
 	})
 }
 
+// interval is what a server prints.
+var interval = regexp.MustCompile(`^[0-9]+:[0-9]+:[0-9]*(\.[0-9]*)?$`)
+
 // FuzzInterval: a setting is a time within a day, or not one; and what a server prints is read.
 func FuzzInterval(f *testing.F) {
-	for _, s := range []string{"00:00:04", "00:01:30.5", "4s", "-1s", "24:00:00", "25:00:00", "1:-2:3", "1e9:0:0", "::", "1 day", "00:00:1s"} {
+	for _, s := range []string{"00:00:04", "00:01:30.5", "4s", "-1s", "24:00:00", "25:00:00", "1:-2:3", "1e9:0:0", "::", "1 day", "00:00:1s", "9:1:", "9:9m1:", "0::1"} {
 		f.Add(s, uint32(90_500))
 	}
 	f.Fuzz(func(t *testing.T, s string, ms uint32) {
 		if d, ok := parseInterval(s); ok && (d < 0 || d > 24*time.Hour) {
+			t.Errorf("%q is %v", s, d)
+		} else if _, err := time.ParseDuration(s); ok && err != nil && !interval.MatchString(s) {
 			t.Errorf("%q is %v", s, d)
 		}
 		want := time.Duration(ms%86_400_000) * time.Millisecond

@@ -1236,6 +1236,7 @@ func (m *model) legal(w *modelWire, h happening, t time.Time) {
 	if at.Before(m.turnWas) {
 		m.fail("connection %d was culled %v before the process's turn", w.n, m.turnWas.Sub(at))
 	}
+	m.least = min(m.least, m.gap(t)) // a spare may have landed on a marked node first
 	if d := t.Sub(m.lastCull); !m.lastCull.IsZero() && d < m.least-m.least/1_000_000-time.Microsecond {
 		m.fail("connection %d was culled %v after the one before, and the pace allows one in %v", w.n, d, m.least)
 	}
@@ -1561,15 +1562,12 @@ func (m *model) checkout(p *modelPool, mc *modelConn) {
 	if s.state.Load() != sessionGone {
 		h.subject = w
 		goodbye := s.link.words.Load() != goodbyeNone
-		justReturned := c.returned && now()-s.idled.Load() < int64(lookAfter) && !goodbye
 		switch {
 		case s.pg.IsClosed():
-		case !justReturned && (goodbye || w.look == peekClosed):
+		case goodbye || w.look == peekClosed:
 			if goodbye || w.goodbye || m.spec.holds && m.marksWere[w.node].on {
 				h.fate = fateLost
 			}
-		case w.look != peekQuiet:
-			h.fate = fateLost
 		default:
 			h.fate = fateCulled
 		}

@@ -952,6 +952,69 @@ func TestOneStatementMeetsManyDyingConnections(t *testing.T) {
 	}
 }
 
+// What runs again has to be prepared again, and meets the next connection's end there: with a goodbye or without a word.
+// That is the statement's connection's business too, not a try of database/sql's, which may be at its last.
+func TestAStatementThatIsPreparedAgainMeetsTheNextEnd(t *testing.T) {
+	t.Parallel()
+	const sql = "SELECT c FROM t WHERE c = $1"
+	for name, end := range map[string]func(c *peerConn){
+		"goodbye": func(c *peerConn) { c.end(shutdown("ERROR")) }, "FIN": func(c *peerConn) { c.end() }, "RST": (*peerConn).reset,
+	} {
+		for how, run := range map[string]func(st *stmt) error{
+			"Query": func(st *stmt) error {
+				rows, err := st.QueryContext(t.Context(), []driver.NamedValue{{Ordinal: 1, Value: "a"}})
+				if err == nil {
+					err = rows.Close()
+				}
+				return err
+			},
+			"Exec": func(st *stmt) error {
+				_, err := st.ExecContext(t.Context(), []driver.NamedValue{{Ordinal: 1, Value: "a"}})
+				return err
+			},
+		} {
+			p := startPeer(t, false)
+			db := openMarking(t, p)
+			dc, err := db.c.Connect(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := dc.(*conn)
+			st, err := c.PrepareContext(t.Context(), sql)
+			if err != nil {
+				t.Fatal(err)
+			}
+			met := 0
+			k := p.set(func(s string, at step) bool {
+				if s != sql || (at != execute || met > 0) && (at != parse || met == 0) {
+					return false
+				}
+				met++
+				return true
+			}, func(c *peerConn) {
+				if p.arrivals(parse, sql) == 0 {
+					c.end(shutdown("ERROR"))
+				} else {
+					end(c)
+				}
+			})
+			p.mu.Lock()
+			k.times = 3
+			p.mu.Unlock()
+			if err := run(st.(*stmt)); err != nil {
+				t.Errorf("%s, %s: %v", how, name, err)
+			}
+			if prepared, executed := p.arrivals(parse, sql), p.arrivals(execute, sql); prepared != 3 || executed != 2 {
+				t.Errorf("%s, %s: prepared again %d times, executed %d, want 3 and 2", how, name, prepared, executed)
+			}
+			if c.untouched {
+				t.Errorf("%s, %s: the connection passes for untouched", how, name)
+			}
+			_ = c.Close()
+		}
+	}
+}
+
 // With crdbdrain_rerun=off nothing is run again, and the application sees the server's error.
 func TestRerunOff(t *testing.T) {
 	t.Parallel()
@@ -963,31 +1026,6 @@ func TestRerunOff(t *testing.T) {
 	k.wait(t, "INSERT")
 	if sqlState(err) != "57P01" || errors.Is(err, driver.ErrBadConn) || p.arrivals(query, insert) != 1 {
 		t.Errorf("%v, on the wire %d times; want 57P01 and once", err, p.arrivals(query, insert))
-	}
-	if !canPeek {
-		return
-	}
-	// Then a connection is looked at however short it was idle.
-	dc, err := db.c.Connect(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer dc.Close()
-	c := dc.(*conn)
-	for range 2 { // at its first checkout pgx pings a connection
-		if _, err := c.ExecContext(t.Context(), insert, nil); err != nil || !c.IsValid() || c.ResetSession(t.Context()) != nil {
-			t.Fatal(err)
-		}
-	}
-	if !c.IsValid() {
-		t.Fatal("not valid")
-	}
-	p.endIdle(sayGoodbye)
-	eventually(t, "the goodbye arrives", func() bool { return c.s.link.peeker.peek() != peekQuiet })
-	dead := c.s
-	c.s.idled.Store(now())
-	if err := c.ResetSession(t.Context()); err == nil && c.s == dead {
-		t.Error("a connection that the server has closed is handed out")
 	}
 }
 

@@ -384,7 +384,7 @@ func parseInterval(s string) (time.Duration, bool) {
 		return d, d >= 0 && d <= 24*time.Hour
 	}
 	parts := strings.Split(s, ":")
-	if len(parts) != 3 {
+	if len(parts) != 3 || parts[1] == "" || parts[2] == "" || strings.Trim(s, "0123456789.:") != "" {
 		return 0, false
 	}
 	d, err := time.ParseDuration(parts[0] + "h" + parts[1] + "m" + parts[2] + "s")

@@ -1,7 +1,6 @@
 package crdbdrain
 
 import (
-	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
@@ -333,7 +332,7 @@ func readTokens(file *os.File) ([]string, error) {
 // parseTokens reads a file of tokens, one a line. Empty lines and those that begin with # are none, nor is what would not
 // fit into a header.
 func parseTokens(text []byte) (tokens []string) {
-	for line := range strings.Lines(string(text)) {
+	for line := range strings.Lines(strings.TrimPrefix(string(text), "\ufeff")) { // some editors begin with a byte order mark
 		line = strings.TrimSpace(line)
 		if line != "" && line[0] != '#' && !strings.ContainsFunc(line, func(r rune) bool { return r <= ' ' || r > '~' }) {
 			tokens = append(tokens, line)
@@ -347,11 +346,7 @@ func parseFeed(body []byte) (doc feedDocument, err error) {
 	if len(body) > maxFeedBody {
 		return doc, fmt.Errorf("more than %d bytes", maxFeedBody)
 	}
-	dec := json.NewDecoder(bytes.NewReader(body))
-	if err := dec.Decode(&doc); err != nil {
-		return doc, errors.New("malformed JSON")
-	}
-	if dec.More() {
+	if err := json.Unmarshal(body, &doc); err != nil {
 		return doc, errors.New("malformed JSON")
 	}
 	if doc.Version != feedVersion {

@@ -295,7 +295,7 @@ func (t *target) nodeID(ctx context.Context) (nodeID, error) {
 //	node_id{advertise_addr="n1:26257",http_addr="n1:8080",sql_addr="n1:26257"} 1
 func nodeIDGauge(line string) (nodeID, bool) {
 	rest, ok := strings.CutPrefix(line, "node_id")
-	if !ok || rest == "" || rest[0] != '{' && rest[0] != ' ' {
+	if !ok || rest == "" || !strings.ContainsRune("{ \t", rune(rest[0])) {
 		return 0, false
 	}
 	if rest[0] == '{' {
@@ -305,8 +305,11 @@ func nodeIDGauge(line string) (nodeID, bool) {
 		}
 		rest = rest[end+1:]
 	}
-	value, _, _ := strings.Cut(strings.TrimSpace(rest), " ") // a timestamp may follow
-	f, err := strconv.ParseFloat(value, 64)
+	words := strings.FieldsFunc(rest, func(r rune) bool { return strings.ContainsRune(" \t\r\n", r) })
+	if len(words) == 0 || strings.Trim(words[0], "0123456789.eE+") != "" { // a timestamp may follow
+		return 0, false
+	}
+	f, err := strconv.ParseFloat(words[0], 64)
 	if err != nil || f < 1 || f > maxNodeID || f != float64(nodeID(f)) {
 		return 0, false
 	}

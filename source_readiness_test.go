@@ -404,6 +404,9 @@ func TestNodeIDGauge(t *testing.T) {
 		{`node_id 12`, 12},
 		{`node_id{} 3 1700000000000`, 3}, // with a timestamp
 		{`node_id{a="}"} 4`, 4},
+		{"node_id\t5\t1700000000000\r\n", 5},
+		{`node_id 0x1p4`, 0},
+		{"node_id 1\v2", 0},
 		{`node_id{a="b} 5"} 6`, 6},
 		{`node_id{} 2.147483647e+09`, maxNodeID},
 		{`node_id{} 1e+00`, 1},

@@ -71,11 +71,6 @@ const (
 // connection that comes back straight to a waiting caller.
 const sweepIdle = 100 * time.Millisecond
 
-// lookAfter is how long a session has to have been idle before its socket is looked at. One that has just come back has
-// just been read from. The server may say goodbye in the meantime, as it may right after a look: what is sent then is
-// answered by its notice, and runs again elsewhere. Where nothing is run again, every one is looked at.
-const lookAfter = 250 * time.Microsecond
-
 // pingAfter is pgx's rule: a connection that was not used for longer is pinged before it is used again.
 const pingAfter = time.Second
 
@@ -137,12 +132,9 @@ func (s *session) lost(state lostState) {
 }
 
 // dead looks, before anything is sent for a new user, whether the server has closed the session or said goodbye on it.
-func (s *session) dead(ctx context.Context, justReturned bool) bool {
+func (s *session) dead(ctx context.Context) bool {
 	if s.pg.IsClosed() {
 		return true
-	}
-	if justReturned && s.link.words.Load() == goodbyeNone {
-		return false
 	}
 	alive := true
 	switch look := s.link.peeker.peek(); {
@@ -327,7 +319,7 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	if !bad && s.pg.TxStatus() != 'I' {
 		return driver.ErrBadConn // whoever had it left a transaction open, and a wrapper hides IsValid
 	}
-	if !bad && s.dead(ctx, !hidden && idle < lookAfter && s.connector.cfg.rerun) {
+	if !bad && s.dead(ctx) {
 		bad = true
 	} else if m := s.w.marks.Load(); !bad && m != nil && (hidden || !handed || m.overFor(s)) {
 		if s.w.cull(s, m, time.Now(), pointCheckout) == gone {
@@ -641,6 +633,15 @@ func (st *stmt) renew(ctx context.Context) error {
 	return nil
 }
 
+// again is renew for a request that is to run again, as the first one of a new session: where that one ends too, it is
+// replaced in its turn.
+func (st *stmt) again(ctx context.Context) error {
+	st.conn.untouched = true
+	err := st.renew(ctx)
+	st.conn.untouched = false
+	return err
+}
+
 func (st *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driver.Result, error) {
 	if err := st.renew(ctx); err != nil {
 		return nil, err
@@ -657,7 +658,7 @@ func (st *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driv
 		if err = st.conn.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return res, err
 		}
-		if err := st.renew(ctx); err != nil {
+		if err := st.again(ctx); err != nil {
 			return nil, err
 		}
 	}
@@ -679,7 +680,7 @@ func (st *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (dri
 		if err = st.conn.settle(ctx, err, r, rerunStatement); !errors.Is(err, errAgain) {
 			return rows, err
 		}
-		if err := st.renew(ctx); err != nil {
+		if err := st.again(ctx); err != nil {
 			return nil, err
 		}
 	}

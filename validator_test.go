@@ -521,6 +521,43 @@ func TestDeadConnectionIsReplacedInPlace(t *testing.T) {
 	}
 }
 
+// A connection that the server ends between two uses is not handed out, however short the time between them was: where
+// the server has said nothing, nobody could tell whether the next statement was executed.
+func TestAnEndRightAfterTheReturnIsSeen(t *testing.T) {
+	t.Parallel()
+	needPeek(t)
+	for _, end := range idleEnds {
+		for _, rerun := range []string{"on", "off"} {
+			p := startPeer(t, false)
+			db := openMarking(t, p, "crdbdrain_rerun="+rerun)
+			dc, err := db.c.Connect(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := dc.(*conn)
+			for range 2 { // at its first checkout pgx pings a connection
+				if _, err := c.ExecContext(t.Context(), insertOne, nil); err != nil || !c.IsValid() || c.ResetSession(t.Context()) != nil {
+					t.Fatal(err)
+				}
+			}
+			if !c.IsValid() {
+				t.Fatal("not valid")
+			}
+			p.endIdle(end.do)
+			eventually(t, "the end arrives", func() bool { return c.s.link.peeker.peek() != peekQuiet })
+			dead := c.s
+			c.s.idled.Store(now()) // it came back this very moment
+			if err := c.ResetSession(t.Context()); err != nil || c.s == dead {
+				t.Errorf("%s, rerun %s: %v, replaced %v", end.name, rerun, err, c.s != dead)
+			}
+			if _, err := c.ExecContext(t.Context(), insertOne, nil); err != nil {
+				t.Errorf("%s, rerun %s: %v", end.name, rerun, err)
+			}
+			_ = c.Close()
+		}
+	}
+}
+
 // A half-open peer costs the caller at most a second, or half of its deadline if that is less, and the call succeeds
 // elsewhere.
 func TestPingIsBounded(t *testing.T) {

@@ -228,7 +228,7 @@ func parseStmt(text string, toks []token) *stmt {
 	st := &stmt{text: text, toks: toks}
 	first := word(toks, 0)
 	for i := range toks {
-		if word(toks, i) == "pg_sleep" {
+		if toks[i].kind == tokWord && toks[i].text == "pg_sleep" { // quoted, it is that function too
 			st.sleeps = true
 		}
 	}
@@ -342,6 +342,7 @@ func parseStmt(text string, toks []token) *stmt {
 				depth--
 			case depth == 0 && rest(i) == "returning" && rest(i+1) != "nothing":
 				st.list = guessColumns(toks[i+1:])
+				return st
 			}
 		}
 	}

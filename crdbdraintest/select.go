@@ -827,7 +827,12 @@ func (s *session) resolve(sel *selectStmt, sc *scope) ([]table, []column, *pgcon
 		}
 		cols = append(cols, column{it.name, oid})
 	}
-	checks := []*expr{sel.where, sel.limit}
+	if sel.limit != nil { // it sees no columns
+		if _, err := (&scope{s: s, params: sc.params, args: sc.args}).check(sel.limit); err != nil {
+			return nil, nil, err
+		}
+	}
+	checks := []*expr{sel.where}
 	for _, o := range sel.order {
 		checks = append(checks, o.e)
 	}

@@ -116,6 +116,9 @@ func FuzzParse(f *testing.F) {
 	f.Cleanup(c.Close)
 	c.Grant("app", "admin")
 	f.Fuzz(func(t *testing.T, sql string) {
+		if len(sql) > 1<<14 {
+			t.Skip() // each of its statements may have 65535 parameters
+		}
 		s := &session{n: c.Node(1), user: "app", version: parseVersion("v25.2.0"), tx: 'I'}
 		for _, st := range parseSQL(sql) {
 			params := paramTypes(st, nil)
