@@ -3,6 +3,7 @@ package crdbdrain
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"database/sql"
 	"database/sql/driver"
 	"encoding/binary"
@@ -58,7 +59,7 @@ func TestExactlyOncePostgreSQL(t *testing.T) {
 	for i := range len(execModes) {
 		wg.Go(func() {
 			seed := rand.Uint64()
-			w := newRelays(t, d, rand.New(rand.NewPCG(seed, 0)))
+			w := newRelays(t, d, rand.New(rand.NewPCG(seed, 0)), i%2 == int(seed%2))
 			defer w.close()
 			s := &shift{t: t, admin: admin, w: w, c: &c, name: fmt.Sprintf("w%d", i), r: rand.New(rand.NewPCG(seed, 1))}
 			s.run(execModes[i], func() bool { return !t.Failed() && c.schedules.Load() < int64(n) && time.Since(start) < limit })
@@ -239,6 +240,7 @@ func (s *shift) operate(ctx context.Context, db *sql.DB, stmt *sql.Stmt, op oper
 // relays are two nodes in front of one PostgreSQL. One goroutine serves a connection, a message at a time.
 type relays struct {
 	t       testing.TB
+	tls     bool
 	backend string
 	dsn     string
 	nodes   []net.Listener
@@ -258,13 +260,15 @@ type relays struct {
 type relay struct {
 	w      *relays
 	node   uint32
-	client net.Conn
+	raw    *net.TCPConn
+	client net.Conn // raw, or TLS over it
 	in     *bufio.Reader
 	server net.Conn
 	out    *bufio.Reader
 	app    bool        // not the watchdog's
 	idle   atomic.Bool // to be ended where it waits for a request
 	word   bool        // with a goodbye; written before idle is set
+	rst    bool        // without a word it ends with an RST, and without TLS's own
 	done   chan struct{}
 
 	tx      byte
@@ -274,8 +278,8 @@ type relay struct {
 	reply   []byte // of the batch so far
 }
 
-func newRelays(t testing.TB, d *pgtest.Database, rng *rand.Rand) *relays {
-	w := &relays{t: t, backend: pgtest.Shared(t).Addr(), rng: rng, conns: map[*relay]struct{}{}}
+func newRelays(t testing.TB, d *pgtest.Database, rng *rand.Rand, withTLS bool) *relays {
+	w := &relays{t: t, tls: withTLS, backend: pgtest.Shared(t).Addr(), rng: rng, conns: map[*relay]struct{}{}}
 	var hosts []string
 	for node := range uint32(2) {
 		ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -290,11 +294,15 @@ func newRelays(t testing.TB, d *pgtest.Database, rng *rand.Rand) *relays {
 				if err != nil {
 					return
 				}
-				w.wg.Go(func() { w.serve(client, node+1) })
+				w.wg.Go(func() { w.serve(client.(*net.TCPConn), node+1) })
 			}
 		})
 	}
-	w.dsn = fmt.Sprintf("postgres://postgres@%s/%s?sslmode=disable", strings.Join(hosts, ","), d.Name)
+	mode := "disable"
+	if withTLS {
+		mode = "require"
+	}
+	w.dsn = fmt.Sprintf("postgres://postgres@%s/%s?sslmode=%s", strings.Join(hosts, ","), d.Name, mode)
 	return w
 }
 
@@ -342,7 +350,7 @@ func (w *relays) endIdle(word, all bool) {
 	var ended []*relay
 	for c := range w.conns {
 		if c.app && !c.idle.Load() && (all || len(ended) == 0) {
-			c.word = word
+			c.word, c.rst = word, w.rng.IntN(2) == 0
 			c.idle.Store(true)
 			_ = c.client.SetReadDeadline(time.Unix(1, 0))
 			ended = append(ended, c)
@@ -354,10 +362,10 @@ func (w *relays) endIdle(word, all bool) {
 	}
 }
 
-func (w *relays) serve(client net.Conn, node uint32) {
-	c := &relay{w: w, node: node, client: client, in: bufio.NewReader(client), done: make(chan struct{}), tx: 'I'}
+func (w *relays) serve(raw *net.TCPConn, node uint32) {
+	c := &relay{w: w, node: node, raw: raw, client: raw, in: bufio.NewReader(raw), done: make(chan struct{}), tx: 'I'}
 	defer close(c.done)
-	defer client.Close()
+	defer func() { c.client.Close() }()
 	if !c.start() {
 		return
 	}
@@ -381,6 +389,12 @@ func (c *relay) start() bool {
 	body := make([]byte, binary.BigEndian.Uint32(length[:])-4)
 	if _, err := io.ReadFull(c.in, body); err != nil {
 		return false
+	}
+	if (&pgproto3.SSLRequest{}).Decode(body) == nil {
+		_, _ = c.raw.Write([]byte{'S'})
+		c.client = tls.Server(c.raw, testTLS())
+		c.in.Reset(c.client)
+		return c.start()
 	}
 	var m pgproto3.StartupMessage
 	if err := m.Decode(body); err != nil { // a CancelRequest
@@ -626,8 +640,9 @@ func (c *relay) end(word, excused bool, when string) bool {
 		c.reply = append(c.reply, stream(goodbyeMessage)...)
 	}
 	_, _ = c.client.Write(c.reply)
-	if c.fate != nil && c.fate.rst && !word {
-		_ = c.client.(*net.TCPConn).SetLinger(0)
+	if !word && (c.rst || c.fate != nil && c.fate.rst) {
+		_ = c.raw.SetLinger(0)
+		c.raw.Close()
 	}
 	return false
 }
