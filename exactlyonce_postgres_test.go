@@ -31,7 +31,8 @@ import (
 //
 //   - No statement is executed twice. A sequence counts executions, also those that are rolled back.
 //   - What the application is told succeeded is in the table, once; a transaction is there whole or not at all.
-//   - Nothing fails but what met a deadline or a close without a word on its way; nothing fails with driver.ErrBadConn.
+//   - Nothing fails but what was to be executed and met a deadline or a close without a word; nothing fails with
+//     driver.ErrBadConn.
 //
 // CRDBDRAIN_SCHEDULES is how many operations to run; without it, what fits into three seconds.
 func TestExactlyOncePostgreSQL(t *testing.T) {
@@ -271,11 +272,12 @@ type relay struct {
 	rst    bool        // without a word it ends with an RST, and without TLS's own
 	done   chan struct{}
 
-	tx      byte
-	fate    *fate
-	batch   int    // messages since the last ReadyForQuery
-	pending int    // answers that PostgreSQL owes for them
-	reply   []byte // of the batch so far
+	tx       byte
+	fate     *fate
+	batch    int    // messages since the last ReadyForQuery
+	executed bool   // one of them executes something
+	pending  int    // answers that PostgreSQL owes for them
+	reply    []byte // of the batch so far
 }
 
 func newRelays(t testing.TB, d *pgtest.Database, rng *rand.Rand, withTLS bool) *relays {
@@ -487,10 +489,10 @@ func (c *relay) message() bool {
 			c.collect()
 			words := stream(goodbyeMessage)
 			c.reply = append(c.reply, words[:f.cut%len(words)]...)
-			return c.end(false, true, "before it executes anything, with half a goodbye")
+			return c.end(false, c.asked(kind), "before it executes anything, with half a goodbye")
 		case f.kind == cutRequest:
 			c.collect()
-			return c.end(false, true, "before it executes anything, without a word")
+			return c.end(false, c.asked(kind), "before it executes anything, without a word")
 		}
 	}
 	c.batch++
@@ -506,6 +508,7 @@ func (c *relay) message() bool {
 	if f := c.fate; f != nil && f.kind == drainAmid && executes {
 		return c.deadline(b)
 	}
+	c.executed = c.executed || executes
 	if _, err := c.server.Write(b); err != nil {
 		return false
 	}
@@ -515,9 +518,12 @@ func (c *relay) message() bool {
 	c.finish(true)
 	c.pending, c.batch = 0, 0
 	f := c.fate
+	executed := c.executed
+	c.executed = false
 	if f != nil && f.kind == cutReply {
-		c.reply = c.reply[:f.cut%(len(c.reply)+1)]
-		return c.end(false, true, "in the reply")
+		whole := len(c.reply)
+		c.reply = c.reply[:f.cut%(whole+1)]
+		return c.end(false, executed || c.tx != 'I' || len(c.reply) == whole, "in the reply")
 	}
 	if f != nil && f.kind != cutRequest && c.tx == 'I' { // a drain whose request has waited for the transaction's end
 		return c.end(true, false, "behind the reply")
@@ -525,6 +531,22 @@ func (c *relay) message() bool {
 	_, _ = c.client.Write(c.reply)
 	c.reply = nil
 	return true
+}
+
+// asked reports whether the client has asked for something to be executed, which a cut without a word leaves open to it:
+// in this message or in what stands behind it, up to its Sync.
+func (c *relay) asked(kind byte) bool {
+	for kind != 'S' {
+		if kind == 'Q' || kind == 'E' {
+			return true
+		}
+		b, err := frame(c.in)
+		if err != nil {
+			return true
+		}
+		kind = b[0]
+	}
+	return c.tx != 'I'
 }
 
 func (w *relays) next() *fate {
@@ -543,7 +565,7 @@ func (c *relay) collect() {
 	if c.pending == 0 {
 		return
 	}
-	_, _ = c.server.Write(stream2(&pgproto3.Flush{}))
+	_, _ = c.server.Write(requestOf(&pgproto3.Flush{}))
 	for c.pending > 0 {
 		b, err := frame(c.out)
 		if err != nil {
@@ -620,7 +642,7 @@ func (c *relay) deadline(b []byte) bool {
 		}
 	}
 	if b[0] == 'E' && f.rst { // it is committed
-		_, _ = c.server.Write(stream2(&pgproto3.Sync{}))
+		_, _ = c.server.Write(requestOf(&pgproto3.Sync{}))
 		c.finish(false)
 	}
 	return c.end(true, true, "at the deadline")
@@ -647,8 +669,8 @@ func (c *relay) end(word, excused bool, when string) bool {
 	return false
 }
 
-// stream2 encodes a message of the client.
-func stream2(m pgproto3.FrontendMessage) []byte {
+// requestOf encodes a message of the client.
+func requestOf(m pgproto3.FrontendMessage) []byte {
 	b, err := m.Encode(nil)
 	if err != nil {
 		panic(err)

@@ -33,6 +33,7 @@ type link struct {
 	stray  atomic.Bool   // replied, as the request before left it: no ReadyForQuery has been read since
 	wrote  atomic.Bool   // since the request began, the kernel took a byte of it
 	unsent atomic.Bool   // a write failed before the kernel took a byte of the request
+	asked  atomic.Bool   // since the request began, something was written that the server may execute
 	words  atomic.Uint32 // goodbye*
 	ran    atomic.Uint32 // how often a reply came that execution may have produced, after none
 	began  uint32        // ran, when the request began; the holder's
@@ -68,6 +69,7 @@ func (l *link) begin() {
 		l.mu.Unlock()
 	}
 	clearFlag(&l.wrote)
+	clearFlag(&l.asked)
 	l.began = l.ran.Load()
 }
 
@@ -91,6 +93,9 @@ func setFlag(b *atomic.Bool) {
 // what the server said before it closed is still there (on Linux even after an RST), and where it is not, the read fails
 // with the peer's close.
 func (l *link) Write(p []byte) (int, error) {
+	if !onlyPrepares(p) {
+		setFlag(&l.asked)
+	}
 	n, err := l.w.Write(p)
 	if n > 0 {
 		setFlag(&l.wrote)
@@ -102,6 +107,28 @@ func (l *link) Write(p []byte) (int, error) {
 		return len(p), nil
 	}
 	return n, err
+}
+
+// onlyPrepares reports whether nothing of what is written executes anything: Parse, Describe, Close, Flush, Sync, and the
+// Terminate that pgx writes in the background when a read has failed. pgx prepares a statement in a round trip of its own
+// before it first executes it, and writes whole messages.
+func onlyPrepares(p []byte) bool {
+	for len(p) > 0 {
+		switch p[0] {
+		case 'P', 'D', 'C', 'H', 'S', 'X':
+		default:
+			return false
+		}
+		if len(p) < 5 {
+			return false
+		}
+		n := 1 + uint64(binary.BigEndian.Uint32(p[1:]))
+		if n < 5 || n > uint64(len(p)) {
+			return false
+		}
+		p = p[n:]
+	}
+	return true
 }
 
 func peerGone(err error) bool {

@@ -263,6 +263,32 @@ func byFrontend(b []byte) (h heard, n int) {
 	}
 }
 
+func TestOnlyPrepares(t *testing.T) {
+	t.Parallel()
+	prepare := slices.Concat(requestOf(&pgproto3.Parse{Query: "SELECT 1"}), requestOf(&pgproto3.Describe{ObjectType: 'S'}), requestOf(&pgproto3.Sync{}))
+	for _, tt := range []struct {
+		name string
+		b    []byte
+		want bool
+	}{
+		{"Parse, Describe, Sync", prepare, true},
+		{"Close, Flush", append(requestOf(&pgproto3.Close{ObjectType: 'S'}), requestOf(&pgproto3.Flush{})...), true},
+		{"Terminate", requestOf(&pgproto3.Terminate{}), true},
+		{"and Execute", append(slices.Clip(prepare), requestOf(&pgproto3.Execute{})...), false},
+		{"and Bind", append(slices.Clip(prepare), requestOf(&pgproto3.Bind{})...), false},
+		{"a Query in front", append(requestOf(&pgproto3.Query{String: "SELECT 1"}), prepare...), false},
+		{"COPY's data", requestOf(&pgproto3.CopyData{Data: []byte("P")}), false},
+		{"a function", requestOf(&pgproto3.FunctionCall{}), false},
+		{"cut short", prepare[:len(prepare)-1], false},
+		{"a length that no message has", []byte("S\x00\x00\x00\x03"), false},
+		{"a length beyond the end", []byte("S\xff\xff\xff\xff"), false},
+	} {
+		if got := onlyPrepares(tt.b); got != tt.want {
+			t.Errorf("%s: %v", tt.name, got)
+		}
+	}
+}
+
 // failingConn fails its writes after n bytes.
 type failingConn struct {
 	net.Conn

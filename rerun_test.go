@@ -915,6 +915,63 @@ func TestBeginAndPrepareWithoutAnAnswerAreRunAgain(t *testing.T) {
 	}
 }
 
+// A statement whose connection ends while pgx is still preparing it has not been sent: it is run again, on another
+// connection, also where the server has said nothing. In a transaction, or behind a reply that preparing has not, it is not.
+func TestAStatementCutWhileItIsPrepared(t *testing.T) {
+	t.Parallel()
+	const sql = "INSERT INTO t VALUES ($1)"
+	notice := &pgproto3.NoticeResponse{Severity: "NOTICE", Code: "00000", Message: "x"}
+	for _, mode := range []string{"cache_statement", "cache_describe", "describe_exec"} {
+		for _, tt := range []struct {
+			name  string
+			end   func(c *peerConn)
+			inTx  bool
+			off   bool
+			times int // prepared
+		}{
+			{name: "FIN", end: func(c *peerConn) { c.end() }, times: 2},
+			{name: "RST", end: (*peerConn).reset, times: 2},
+			{name: "FIN behind a part of the answer", end: func(c *peerConn) { c.end(&pgproto3.ParseComplete{}) }, times: 2},
+			{name: "FIN behind a notice", end: func(c *peerConn) { c.end(notice) }, times: 1},
+			{name: "FIN behind a CommandComplete", end: func(c *peerConn) { c.end(doneMessage) }, times: 1},
+			{name: "another 57P01", end: func(c *peerConn) {
+				c.end(&pgproto3.ErrorResponse{Severity: "FATAL", SeverityUnlocalized: "FATAL", Code: "57P01", Message: "terminating connection due to administrator command"})
+			}, times: 1},
+			{name: "FIN in a transaction", end: func(c *peerConn) { c.end() }, inTx: true, times: 1},
+			{name: "FIN, nothing is run again", end: func(c *peerConn) { c.end() }, off: true, times: 1},
+		} {
+			p := startPeer(t, false)
+			params := []string{"default_query_exec_mode=" + mode}
+			if tt.off {
+				params = append(params, "crdbdrain_rerun=off")
+			}
+			db := openMarking(t, p, params...)
+			k := p.set(func(s string, at step) bool { return s == sql && at == parse }, tt.end)
+			var x execer = db.DB
+			if tt.inTx {
+				tx, err := db.Begin()
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer tx.Rollback()
+				x = tx
+			}
+			_, err := x.ExecContext(t.Context(), sql, "a")
+			k.wait(t, tt.name)
+			if (err == nil) != (tt.times == 2) || errors.Is(err, driver.ErrBadConn) {
+				t.Errorf("%s, %s: %v", mode, tt.name, err)
+			}
+			prepared := p.arrivals(parse, sql)
+			if mode == "cache_describe" {
+				prepared -= p.executions(sql) // it is parsed again
+			}
+			if prepared != tt.times || p.executions(sql) != tt.times-1 {
+				t.Errorf("%s, %s: prepared %d times, want %d; executed %d times", mode, tt.name, prepared, tt.times, p.executions(sql))
+			}
+		}
+	}
+}
+
 // A caller can meet several connections that end under its statement, one after the other: database/sql gives up after
 // the third, the driver goes on. A statement that is prepared first on the connection is no different.
 func TestOneStatementMeetsManyDyingConnections(t *testing.T) {

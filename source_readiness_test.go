@@ -347,7 +347,7 @@ func TestReadinessHostileVars(t *testing.T) {
 		{"half a node", "node_id{} 1.5\n", "/_status/vars has no usable gauge node_id"},
 		{"a line of 100 kB", strings.Repeat("x", 100<<10) + "\nnode_id 3\n", "/_status/vars: bufio: buffer full"},
 		{"the gauge behind 16 MB", strings.Repeat("metric_of_another_kind{store=\"1\"} 123456789\n", 17<<20/44) + "node_id 3\n", "/_status/vars has no usable gauge node_id"},
-		{"the gauge cut off at 16 MB", strings.Repeat("#\n", maxVarsBody/2-5) + "node_id 12\n", "/_status/vars has no usable gauge node_id"},
+		{"the gauge cut off at 16 MB", strings.Repeat(strings.Repeat("#", 1023)+"\n", maxVarsBody>>10-1) + strings.Repeat("#", 1023-len("node_id 1")) + "\nnode_id 12\n", "/_status/vars has no usable gauge node_id"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()

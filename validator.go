@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql/driver"
 	"errors"
+	"io"
 	"sync/atomic"
 	"time"
 
@@ -465,6 +466,7 @@ func (c *conn) begin(ctx context.Context) (request, error) {
 //   - The shutdown notice came with nothing before it that execution could have produced, outside a transaction.
 //   - The kernel did not take a byte of the request, outside a transaction.
 //   - A BEGIN or a Prepare outside a transaction got no answer: neither leaves anything behind when the session ends.
+//   - The connection ended without an answer while pgx was still preparing the statement, outside a transaction.
 //
 // The first request since the checkout runs again here, on a new session (errAgain); any other by database/sql, which
 // knows whether the connection is pinned (rerunError).
@@ -491,6 +493,7 @@ func (c *conn) settle(ctx context.Context, err error, r request, kind rerunKind)
 	again := errors.Is(err, driver.ErrBadConn) || // pgx had not sent it
 		// The notice may stand behind the ReadyForQuery of a reply that pgx has refused: it has to be the answer, or the only one.
 		words == goodbyeClean && (sqlState(err) == stateAdminShutdown || s.link.nothingRan()) || s.link.unsent.Load() ||
+		!s.link.asked.Load() && s.link.nothingRan() && words == goodbyeNone && (peerGone(err) || errors.Is(err, io.ErrUnexpectedEOF)) ||
 		kind != rerunStatement && !pgconn.Timeout(err) && (words != goodbyeNone || sqlState(err) == "")
 	if !again {
 		return said

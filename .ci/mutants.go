@@ -27,6 +27,8 @@ var mutants = []mutant{
 	{"the sweep takes sessions in use", "marks.go", "		from = sessionIdle\n", "		from = s.state.Load()\n", "FuzzCulls|TestModelSchedules|TestB04|TestA11|TestB10"},
 	{"a statement inside a transaction runs again", "validator.go", "if !s.connector.cfg.rerun || !r.outside {", "if !s.connector.cfg.rerun {", "TestA03|TestExactlyOnce"},
 	{"a statement that was answered in part runs again", "lastwords.go", "	default:\n		l.reply()\n", "	default:\n", "TestA03|TestExactlyOnce"},
+	{"what is cut while it is prepared fails", "validator.go", "!s.link.asked.Load() && s.link.nothingRan()", "false && s.link.nothingRan()", "TestAStatementCut"},
+	{"what is executed passes for prepared", "lastwords.go", "	default:\n			return false\n		}\n		if len(p) < 5 {", "	default:\n		}\n		if len(p) < 5 {", "TestOnlyPrepares|TestB08|TestExactlyOnce"},
 	{"any cut statement runs again", "validator.go", "kind != rerunStatement && !pgconn.Timeout(err)", "!pgconn.Timeout(err)", "TestB08|TestFaultMatrix|TestExactlyOnce"},
 	{"a goodbye that pgx loses is no answer", "validator.go", "(sqlState(err) == stateAdminShutdown || s.link.nothingRan())", "sqlState(err) == stateAdminShutdown", "TestGoodbyeTo"},
 	{"a goodbye behind any answer is the only one", "lastwords.go", "return l.ran.Load() == l.began", "return true", "TestGoodbyeBehind"},
