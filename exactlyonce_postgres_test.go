@@ -253,6 +253,7 @@ type relays struct {
 	fates   []*fate             // of the requests to come; nil: none
 	refuse  int                 // dials to be refused
 	deaths  int                 // since the operation began
+	silent  int                 // of them, those without a word while a request was under way
 	excused int                 // of them, those on which a request may fail
 	log     strings.Builder
 }
@@ -324,7 +325,7 @@ func (w *relays) close() {
 func (w *relays) plan(r *rand.Rand) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.fates, w.refuse, w.deaths, w.excused = nil, 0, 0, 0
+	w.fates, w.refuse, w.deaths, w.silent, w.excused = nil, 0, 0, 0, 0
 	w.log.Reset()
 	if r == nil {
 		return
@@ -653,7 +654,10 @@ func (c *relay) end(word, excused bool, when string) bool {
 	w := c.w
 	w.mu.Lock()
 	w.deaths++
-	if excused {
+	if !word && when != "idle" {
+		w.silent++
+	}
+	if excused || w.silent > 1 { // what is prepared is prepared once more, not again
 		w.excused++
 	}
 	fmt.Fprintf(&w.log, "node %d ends a session, with a goodbye: %v; %s; %+v\n", c.node, word, when, c.fate)

@@ -972,6 +972,34 @@ func TestAStatementCutWhileItIsPrepared(t *testing.T) {
 	}
 }
 
+// A statement that brings down every node that prepares it meets two of them, and with database/sql's own tries three.
+func TestWhatEndsNodesDoesNotMeetThemAll(t *testing.T) {
+	t.Parallel()
+	const sql = "SELECT c FROM t WHERE c = $1"
+	for _, op := range []struct {
+		name string
+		run  func(db *pool) error
+	}{
+		{"Query", func(db *pool) error { return drainRows(db.QueryContext(t.Context(), sql, "a")) }},
+		{"Exec", func(db *pool) error { _, err := db.ExecContext(t.Context(), sql, "a"); return err }},
+	} {
+		for name, end := range map[string]func(c *peerConn){"FIN": func(c *peerConn) { c.end() }, "RST": (*peerConn).reset} {
+			p := startPeer(t, false)
+			db := openMarking(t, p)
+			k := p.set(func(s string, at step) bool { return s == sql && at == parse }, end)
+			p.mu.Lock()
+			k.times = 100
+			p.mu.Unlock()
+			if err := op.run(db); err == nil || errors.Is(err, driver.ErrBadConn) {
+				t.Errorf("%s, %s: %v", op.name, name, err)
+			}
+			if n := p.arrivals(parse, sql); n < 2 || n > 3 {
+				t.Errorf("%s, %s: prepared %d times, want 2 or 3", op.name, name, n)
+			}
+		}
+	}
+}
+
 // A caller can meet several connections that end under its statement, one after the other: database/sql gives up after
 // the third, the driver goes on. A statement that is prepared first on the connection is no different.
 func TestOneStatementMeetsManyDyingConnections(t *testing.T) {

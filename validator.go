@@ -192,6 +192,7 @@ type conn struct {
 	returned  bool // IsValid has been called since the last ResetSession
 	untouched bool // nothing has been sent since the checkout, and nobody has had the *pgx.Conn
 	mended    int  // replacements since the checkout
+	cut       bool // since the checkout, a statement runs again whose connection ended without a word while it was prepared
 	uses      int  // requests
 	hooked    bool // IsValid or ResetSession has been called
 	single    bool // Driver.Open's: the connector ends with it
@@ -314,7 +315,7 @@ func (c *conn) ResetSession(ctx context.Context) error {
 	t := now()
 	idle := time.Duration(t - s.idled.Load())
 	handed := hidden || idle < sweepIdle
-	c.returned, c.untouched, c.mended, c.hooked = false, true, 0, true
+	c.returned, c.untouched, c.mended, c.cut, c.hooked = false, true, 0, false, true
 
 	bad := !s.state.CompareAndSwap(sessionIdle, sessionInUse) && s.state.Load() == sessionGone
 	if !bad && s.pg.TxStatus() != 'I' {
@@ -466,7 +467,9 @@ func (c *conn) begin(ctx context.Context) (request, error) {
 //   - The shutdown notice came with nothing before it that execution could have produced, outside a transaction.
 //   - The kernel did not take a byte of the request, outside a transaction.
 //   - A BEGIN or a Prepare outside a transaction got no answer: neither leaves anything behind when the session ends.
-//   - The connection ended without an answer while pgx was still preparing the statement, outside a transaction.
+//   - The connection ended without an answer while pgx was still preparing the statement, the first since the checkout and
+//     outside a transaction. That counts once: it may be the statement that brings down what prepares it, and one node
+//     after the other.
 //
 // The first request since the checkout runs again here, on a new session (errAgain); any other by database/sql, which
 // knows whether the connection is pinned (rerunError).
@@ -493,8 +496,11 @@ func (c *conn) settle(ctx context.Context, err error, r request, kind rerunKind)
 	again := errors.Is(err, driver.ErrBadConn) || // pgx had not sent it
 		// The notice may stand behind the ReadyForQuery of a reply that pgx has refused: it has to be the answer, or the only one.
 		words == goodbyeClean && (sqlState(err) == stateAdminShutdown || s.link.nothingRan()) || s.link.unsent.Load() ||
-		!s.link.asked.Load() && s.link.nothingRan() && words == goodbyeNone && (peerGone(err) || errors.Is(err, io.ErrUnexpectedEOF)) ||
 		kind != rerunStatement && !pgconn.Timeout(err) && (words != goodbyeNone || sqlState(err) == "")
+	if !again && !c.cut && r.first && words == goodbyeNone && !s.link.asked.Load() && s.link.nothingRan() {
+		again = peerGone(err) || errors.Is(err, io.ErrUnexpectedEOF)
+		c.cut = again
+	}
 	if !again {
 		return said
 	}
