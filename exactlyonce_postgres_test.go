@@ -252,6 +252,8 @@ type relays struct {
 	conns   map[*relay]struct{} // guarded by mu, like all below
 	fates   []*fate             // of the requests to come; nil: none
 	refuse  int                 // dials to be refused
+	dying   map[*relay]struct{} // sessions that have ended, but for the close
+	dead    sync.Cond           // one of them is closed
 	deaths  int                 // since the operation began
 	silent  int                 // of them, those without a word while a request was under way
 	excused int                 // of them, those on which a request may fail
@@ -282,7 +284,8 @@ type relay struct {
 }
 
 func newRelays(t testing.TB, d *pgtest.Database, rng *rand.Rand, withTLS bool) *relays {
-	w := &relays{t: t, tls: withTLS, backend: pgtest.Shared(t).Addr(), rng: rng, conns: map[*relay]struct{}{}}
+	w := &relays{t: t, tls: withTLS, backend: pgtest.Shared(t).Addr(), rng: rng, conns: map[*relay]struct{}{}, dying: map[*relay]struct{}{}}
+	w.dead.L = &w.mu
 	var hosts []string
 	for node := range uint32(2) {
 		ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -325,6 +328,9 @@ func (w *relays) close() {
 func (w *relays) plan(r *rand.Rand) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	for len(w.dying) > 0 {
+		w.dead.Wait()
+	}
 	w.fates, w.refuse, w.deaths, w.silent, w.excused = nil, 0, 0, 0, 0
 	w.log.Reset()
 	if r == nil {
@@ -368,7 +374,13 @@ func (w *relays) endIdle(word, all bool) {
 func (w *relays) serve(raw *net.TCPConn, node uint32) {
 	c := &relay{w: w, node: node, raw: raw, client: raw, in: bufio.NewReader(raw), done: make(chan struct{}), tx: 'I'}
 	defer close(c.done)
-	defer func() { c.client.Close() }()
+	defer func() {
+		c.client.Close()
+		w.mu.Lock()
+		delete(w.dying, c)
+		w.dead.Broadcast()
+		w.mu.Unlock()
+	}()
 	if !c.start() {
 		return
 	}
@@ -653,6 +665,7 @@ func (c *relay) deadline(b []byte) bool {
 func (c *relay) end(word, excused bool, when string) bool {
 	w := c.w
 	w.mu.Lock()
+	w.dying[c] = struct{}{}
 	w.deaths++
 	if !word && when != "idle" {
 		w.silent++
