@@ -458,7 +458,8 @@ type liar struct {
 }
 
 // What a feed, readiness endpoints, or a server's tables can do at most, when they say every moment that other nodes leave,
-// and often that all do: nothing fails, the pool is never empty, and connections are replaced no faster than the pace.
+// and often that all do: nothing fails, and with a window connections are replaced no faster than the pace, so that the
+// pool is never empty. A feed in a hurry may find a pool that needs few connections without any, a dial before the next.
 func TestLiarsSlowThingsDownAtMost(t *testing.T) {
 	t.Parallel()
 	var document atomic.Value
@@ -533,8 +534,11 @@ func TestLiarsSlowThingsDownAtMost(t *testing.T) {
 			if marked == 0 || load.ops.Load() == 0 {
 				t.Error("nobody has been believed: the test shows nothing")
 			}
+			if !strings.Contains(l.params, "crdbdrain_window") {
+				return
+			}
 			// With a window of 30 s the pace is the stagger's, 500 ms.
-			if most := int64(took/(500*time.Millisecond)) + 2; strings.Contains(l.params, "crdbdrain_window") && s.Culled > most {
+			if most := int64(took/(500*time.Millisecond)) + 2; s.Culled > most {
 				t.Errorf("%d culls in %v, want at most %d", s.Culled, took, most)
 			}
 			// database/sql opens another one when somebody needs it.

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -378,16 +379,15 @@ func askWindow(ctx context.Context, side asker) time.Duration {
 	return 0
 }
 
-// parseInterval reads an interval as the server prints it, "00:00:04" or "00:01:30.5", or a Go duration, "4s".
+// printedInterval is an interval as the server prints it: hours, minutes and seconds, "00:01:30.5".
+var printedInterval = regexp.MustCompile(`^([0-9]+):([0-9]+):([0-9]+(?:\.[0-9]+)?)$`)
+
+// parseInterval reads an interval as the server prints it or a Go duration, "4s".
 func parseInterval(s string) (time.Duration, bool) {
-	if d, err := time.ParseDuration(s); err == nil {
-		return d, d >= 0 && d <= 24*time.Hour
+	if part := printedInterval.FindStringSubmatch(s); part != nil {
+		s = part[1] + "h" + part[2] + "m" + part[3] + "s"
 	}
-	parts := strings.Split(s, ":")
-	if len(parts) != 3 || parts[1] == "" || parts[2] == "" || strings.Trim(s, "0123456789.:") != "" {
-		return 0, false
-	}
-	d, err := time.ParseDuration(parts[0] + "h" + parts[1] + "m" + parts[2] + "s")
+	d, err := time.ParseDuration(s)
 	return d, err == nil && d >= 0 && d <= 24*time.Hour
 }
 
