@@ -1,7 +1,7 @@
 //go:build ignore
 
 // Mutants breaks conditions that the promises rest on, one at a time, in a copy of the tree, and runs the tests that
-// have to notice: go run .ci/mutants.go [-run NAME]. It exits with 1 if a mutant survives.
+// have to notice: go run .ci/mutants.go [-run NAME] [-n]. It exits with 1 if a mutant survives, or its text is not there.
 package main
 
 import (
@@ -29,7 +29,7 @@ var mutants = []mutant{
 	{"a statement that was answered in part runs again", "lastwords.go", "	default:\n		l.reply()\n", "	default:\n", "TestA03|TestExactlyOnce"},
 	{"what is cut while it is prepared fails", "validator.go", "!s.link.asked.Load() && s.link.nothingRan()", "false", "TestAStatementCut"},
 	{"what is executed passes for prepared", "lastwords.go", "	default:\n			return false\n		}\n		if len(p) < 5 {", "	default:\n		}\n		if len(p) < 5 {", "TestOnlyPrepares|TestB08|TestExactlyOnce"},
-	{"what ends nodes is prepared by one after the other", "validator.go", "!again && !c.cut && words", "!again && words", "TestWhatEndsNodes"},
+	{"what ends nodes is prepared by one after the other", "validator.go", "!again && !c.cut && r.first", "!again && r.first", "TestWhatEndsNodes"},
 	{"any cut statement runs again", "validator.go", "kind != rerunStatement && !pgconn.Timeout(err)", "!pgconn.Timeout(err)", "TestB08|TestFaultMatrix|TestExactlyOnce"},
 	{"a goodbye that pgx loses is no answer", "validator.go", "(sqlState(err) == stateAdminShutdown || s.link.nothingRan())", "sqlState(err) == stateAdminShutdown", "TestGoodbyeTo"},
 	{"a goodbye behind any answer is the only one", "lastwords.go", "return l.ran.Load() == l.began", "return true", "TestGoodbyeBehind"},
@@ -68,6 +68,7 @@ var mutants = []mutant{
 
 func main() {
 	only := flag.String("run", "", "only mutants whose name contains this")
+	look := flag.Bool("n", false, "only look whether each text is there, once")
 	flag.Parse()
 	tree, err := os.MkdirTemp("", "mutants")
 	check(err)
@@ -84,6 +85,9 @@ func main() {
 		if strings.Count(string(text), m.from) != 1 {
 			fmt.Printf("NOT THERE  %-60s %s\n", m.name, m.file)
 			survivors++
+			continue
+		}
+		if *look {
 			continue
 		}
 		check(os.WriteFile(file, []byte(strings.Replace(string(text), m.from, m.to, 1)), 0o644))
