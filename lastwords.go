@@ -14,9 +14,9 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// link is the plaintext stream of one connection, above TLS, between pgx's protocol reader and the connection. It hears the server's last words:
-// which kinds of reply came since the last request, and whether the server said goodbye. That decides whether a
-// statement that met a shutdown was executed.
+// link is the plaintext stream of one connection, above TLS, between pgx's protocol reader and the connection. It hears
+// the server's last words: which kinds of reply came since the last request, and whether the server said goodbye. That
+// decides whether a statement that met a shutdown was executed.
 //
 // The server fact it relies on (cockroachdb pkg/sql/conn_executor.go, DrainRequest; pkg/sql/pgwire/server.go): outside a
 // transaction, a drain ends the session in the order of its messages. What was executed has sent its output before the
