@@ -480,7 +480,8 @@ func (s *schedule) run() {
 	stop()
 	s.workers.Wait()
 	<-sampled
-	time.Sleep(6 * time.Second) // closing a connection in the background is bounded by five
+	time.Sleep(16 * time.Second) // closing a connection in the background is bounded, by pgx by fifteen
+	synctest.Wait()              // what they did last has been done before what comes
 	s.atTheEnd()
 }
 
