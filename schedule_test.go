@@ -949,6 +949,14 @@ func (p *schedulePool) onCull(name, reason, point string) {
 		return // withdrawn at this moment
 	}
 	over, unmarked, reachable := false, false, false
+	longest := longestUse // that may end now
+	for _, f := range slices.Backward(s.stills) {
+		if f.to.IsZero() {
+			longest += t.Sub(f.from)
+		} else if t.Sub(f.to) < longest {
+			longest += f.to.Sub(f.from)
+		}
+	}
 	grace := w.keep() + w.cfg.Load().pollTimeout + time.Duration(s.gossipLag.Load()) + time.Second
 	if s.feed != nil {
 		grace += 2 * feedWait // for so long its word is good
@@ -960,7 +968,7 @@ func (p *schedulePool) onCull(name, reason, point string) {
 		}
 		into, window := t.Sub(begin), w.window()
 		// One that comes back may not have the time to come back again.
-		last := point == "return" && !mk.decommissioning && into < window && into+longestUse > window*9/10
+		last := point == "return" && !mk.decommissioning && into < window && into+longest > window*9/10
 		over = over || mk.over || last
 	}
 	for id, n := range s.of {
